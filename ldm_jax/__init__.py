@@ -1,0 +1,48 @@
+"""Linear Depth Memory (LDM) in JAX: a transformer's layers that remember each other."""
+
+from importlib.metadata import version as _version
+
+from ldm_jax.memory import (
+    Correction,
+    Observation,
+    additive_write,
+    delta_write,
+    depth_memory_loop,
+    init_state,
+    regression_objective,
+    rls_apply,
+    rls_correction,
+    rls_read,
+    rls_undo,
+    rls_write,
+    solve_depth_regression,
+    sqrt_init_state,
+    sqrt_rls_apply,
+    sqrt_rls_correction,
+    sqrt_rls_undo,
+    sqrt_rls_write,
+)
+
+__version__ = _version("ldm_jax")
+
+__all__ = [
+    "Correction",
+    "Observation",
+    "__version__",
+    "additive_write",
+    "delta_write",
+    "depth_memory_loop",
+    "init_state",
+    "regression_objective",
+    "rls_apply",
+    "rls_correction",
+    "rls_read",
+    "rls_undo",
+    "rls_write",
+    "solve_depth_regression",
+    "sqrt_init_state",
+    "sqrt_rls_apply",
+    "sqrt_rls_correction",
+    "sqrt_rls_undo",
+    "sqrt_rls_write",
+]

@@ -1,0 +1,38 @@
+"""The mathematics of depth memories: pure JAX functions of arrays, for one token and one group.
+
+Imports no flax and knows no mesh, file or training step. Groups and batch are `jax.vmap` over these functions.
+"""
+
+from ldm_jax.memory.additive import additive_write, delta_write
+from ldm_jax.memory.depth_loop import depth_memory_loop
+from ldm_jax.memory.observation import Observation
+from ldm_jax.memory.regression import regression_objective, solve_depth_regression
+from ldm_jax.memory.rls import Correction, init_state, rls_apply, rls_correction, rls_read, rls_undo, rls_write
+from ldm_jax.memory.sqrt_rls import (
+    sqrt_init_state,
+    sqrt_rls_apply,
+    sqrt_rls_correction,
+    sqrt_rls_undo,
+    sqrt_rls_write,
+)
+
+__all__ = [
+    "Correction",
+    "Observation",
+    "additive_write",
+    "delta_write",
+    "depth_memory_loop",
+    "init_state",
+    "regression_objective",
+    "rls_apply",
+    "rls_correction",
+    "rls_read",
+    "rls_undo",
+    "rls_write",
+    "solve_depth_regression",
+    "sqrt_init_state",
+    "sqrt_rls_apply",
+    "sqrt_rls_correction",
+    "sqrt_rls_undo",
+    "sqrt_rls_write",
+]

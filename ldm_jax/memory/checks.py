@@ -1,0 +1,77 @@
+"""What the memory functions refuse, in sentences.
+
+Shapes and types are known while JAX traces, so checking them is free and always done. Numbers are checked only
+where they are at hand: a traced value is never looked at, and nothing is added to the compiled program.
+"""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+
+def concrete(number: Any) -> np.ndarray | None:
+    """The numbers of an array as NumPy, or None for a traced array or one that lies on other hosts, too."""
+    if isinstance(number, jax.core.Tracer):
+        return None
+    if isinstance(number, jax.Array) and not number.is_fully_addressable:
+        return None
+    return np.asarray(number)
+
+
+def check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> None:
+    """Raises ValueError unless `array` has this shape; `letters` names its axes as in `ldm_jax.typing`."""
+    if np.shape(array) != shape:
+        raise ValueError(
+            f"{name} has shape {np.shape(array)}, but here it must be [{letters}] = {shape}. "
+            "The function takes one token and one group: use jax.vmap for groups and batch."
+        )
+
+
+def check_positive(name: str, number: Any) -> None:
+    """Raises ValueError if the number is at hand and not a positive finite one."""
+    values = concrete(number)
+    if values is not None and not (np.all(values > 0) and np.all(np.isfinite(values))):
+        raise ValueError(f"{name} is {values}, but it must be positive and finite.")
+
+
+def check_forgetting(forgetting: Any) -> None:
+    """Raises ValueError if forgetting is at hand and outside (0, 1]."""
+    values = concrete(forgetting)
+    if values is not None and not np.all((values > 0) & (values <= 1)):
+        worst = values[~((values > 0) & (values <= 1))].flat[0]
+        raise ValueError(f"forgetting is {worst}, but it must lie in (0, 1]; 1 forgets nothing.")
+
+
+def check_importance(importance: Any) -> None:
+    """Raises ValueError if importance is at hand and negative or not finite."""
+    values = concrete(importance)
+    if values is not None and not np.all((values >= 0) & np.isfinite(values)):
+        worst = values[~((values >= 0) & np.isfinite(values))].flat[0]
+        raise ValueError(f"importance is {worst}, but it must be finite and not negative; 0 leaves the value out.")
+
+
+def check_state(memory: Any, inverse_covariance: Any) -> None:
+    """Raises ValueError or TypeError unless the state is [V, K] and [K, K] of one floating type."""
+    if np.ndim(memory) != 2:
+        raise ValueError(
+            f"the memory has shape {np.shape(memory)}, but it must be [V, K]. "
+            "The function takes one token and one group: use jax.vmap for groups and batch."
+        )
+    key_dim = np.shape(memory)[1]
+    check_shape("the inverse covariance", inverse_covariance, (key_dim, key_dim), "K, K")
+    types = jnp.result_type(memory), jnp.result_type(inverse_covariance)
+    if types[0] != types[1] or not jnp.issubdtype(types[0], jnp.floating):
+        raise TypeError(
+            f"the memory is {types[0]} and the inverse covariance {types[1]}, but both must have one floating type: "
+            "the one that init_state was given."
+        )
+
+
+def check_dims(value_dim: int, key_dim: int) -> None:
+    """Raises ValueError unless both widths are at least 1."""
+    for name, dim in (("value_dim", value_dim), ("key_dim", key_dim)):
+        if dim < 1:
+            raise ValueError(f"{name} is {dim}, but it must be at least 1.")

@@ -1,0 +1,59 @@
+"""What a layer tells the memory."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ldm_jax.memory import checks
+
+
+class Observation(NamedTuple):
+    """A key, the value to be found under it, and how much both count: what one layer writes.
+
+    Constructing one checks nothing, so `Observation(0, 0, None, 0)` serves as `in_axes`.
+    """
+
+    key: Float[Array, "... K"]
+    """`[K]`, any length."""
+    value: Float[Array, "... V"]
+    """`[V]`, the layer's output (a group's part of it)."""
+    forgetting: Float[Array, "..."]
+    """`lambda` in (0, 1]: what everything observed before, and the ridge, is multiplied by."""
+    importance: Float[Array, "..."]
+    """`beta >= 0`: the weight of this observation's squared error."""
+
+
+def checked_observation(observation: Observation, memory: Array) -> Observation:
+    """The observation in the type of `memory` `[V, K]`, its shapes (and its numbers, where at hand) checked."""
+    value_dim, key_dim = memory.shape
+    key, value, forgetting, importance = observation
+    checks.check_shape("the key", key, (key_dim,), "K")
+    checks.check_shape("the value", value, (value_dim,), "V")
+    checks.check_shape("forgetting", forgetting, (), "")
+    checks.check_shape("importance", importance, (), "")
+    checks.check_forgetting(forgetting)
+    checks.check_importance(importance)
+    return Observation(*(jnp.asarray(part, memory.dtype) for part in observation))
+
+
+def checked_observations(observations: Observation) -> tuple[Observation, int, int, int]:
+    """Observations with a leading depth axis as arrays, checked; with them `(N, V, K)`."""
+    key, value, forgetting, importance = observations
+    if np.ndim(key) != 2 or np.ndim(value) != 2:
+        raise ValueError(
+            f"the keys have shape {np.shape(key)} and the values {np.shape(value)}, but they must be [N, K] and "
+            "[N, V]: a leading depth axis, one token, one group. Use jax.vmap for groups and batch."
+        )
+    depth, key_dim = np.shape(key)
+    value_dim = np.shape(value)[1]
+    checks.check_shape("the value", value, (depth, value_dim), "N, V")
+    checks.check_shape("forgetting", forgetting, (depth,), "N")
+    checks.check_shape("importance", importance, (depth,), "N")
+    checks.check_forgetting(forgetting)
+    checks.check_importance(importance)
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(jnp.float16, *observations)  # float16 makes a floating type of integers
+    return Observation(*(jnp.asarray(part, dtype) for part in observations)), depth, value_dim, key_dim

@@ -1,0 +1,92 @@
+"""RLS in square-root form: carries `S` with `P = S S'`, for long or nearly collinear depth.
+
+`P` cannot lose symmetry or positive definiteness, because it is never formed. The functions take and give `S` where
+those of `rls` take and give `P`. One token, one group.
+
+Source: Potter's square-root update (Bierman, Factorization Methods for Discrete Sequential Estimation), with
+forgetting and importance.
+"""
+
+import jax.numpy as jnp
+
+from ldm_jax.memory import checks
+from ldm_jax.memory.observation import Observation, checked_observation
+from ldm_jax.memory.rls import Correction, init_state
+from ldm_jax.typing import DType, InverseCovariance, InverseCovarianceLike, Key, Memory, MemoryLike, ScalarLike, State
+
+
+def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
+    """The memory before the first observation: `M = 0` `[V, K]` and `S = sqrt(alpha) I` `[K, K]`.
+
+    Arguments and errors as in `init_state`.
+    """
+    memory, inverse_covariance = init_state(value_dim, key_dim, alpha, dtype)
+    return memory, jnp.sqrt(jnp.diagonal(inverse_covariance)) * jnp.eye(key_dim, dtype=memory.dtype)
+
+
+def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> Correction:
+    """`e = v - M k`, `u = P k = S f` with `f = S'k`, and `s = lambda + beta f'f`.
+
+    Shapes and errors as in `rls_correction`, with S in the place of P.
+    """
+    memory, factor, obs = _checked(memory, factor, obs)
+    f = _project(factor, obs.key)
+    return Correction(
+        error=obs.value - jnp.sum(memory * obs.key, axis=-1),
+        projected_key=jnp.sum(factor * f, axis=-1),
+        innovation=obs.forgetting + obs.importance * jnp.sum(f * f),
+    )
+
+
+def sqrt_rls_apply(
+    memory: MemoryLike, factor: InverseCovarianceLike, correction: Correction, obs: Observation
+) -> State:
+    """The state after the write: `M + (beta/s) e u'` and `(S - beta u f' / (s + sqrt(s lambda))) / sqrt(lambda)`.
+
+    Shapes and errors as in `rls_correction`, with S in the place of P.
+    """
+    memory, factor, obs = _checked(memory, factor, obs)
+    e, u, s = correction
+    f = _project(factor, obs.key)
+    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
+    return (
+        memory + (obs.importance / s) * jnp.outer(e, u),
+        (factor - step * jnp.outer(u, f)) / jnp.sqrt(obs.forgetting),
+    )
+
+
+def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction: Correction, obs: Observation) -> State:
+    """The state before the write, from the state after it.
+
+    The later factor gives `f = sqrt(s) S'k`; then `S <- sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))` and
+    `M <- M - (beta/s) e u'`. Shapes and errors as in `rls_correction`, with S in the place of P.
+    """
+    memory, factor, obs = _checked(memory, factor, obs)
+    e, u, s = correction
+    f = jnp.sqrt(s) * _project(factor, obs.key)
+    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
+    return (
+        memory - (obs.importance / s) * jnp.outer(e, u),
+        jnp.sqrt(obs.forgetting) * factor + step * jnp.outer(u, f),
+    )
+
+
+def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> State:
+    """One exact step of the depth regression on `(M, S)`; `M` equals that of `rls_write`, and `S S'` its `P`.
+
+    Shapes and errors as in `rls_correction`, with S in the place of P.
+    """
+    return sqrt_rls_apply(memory, factor, sqrt_rls_correction(memory, factor, obs), obs)
+
+
+def _project(factor: InverseCovariance, key: Key) -> Key:
+    """`S'k` `[K]`."""
+    return jnp.sum(factor * key[:, None], axis=0)
+
+
+def _checked(
+    memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation
+) -> tuple[Memory, InverseCovariance, Observation]:
+    checks.check_state(memory, factor)
+    memory, factor = jnp.asarray(memory), jnp.asarray(factor)
+    return memory, factor, checked_observation(obs, memory)

@@ -1,0 +1,41 @@
+"""What holds in every test: annotations are checked, types are never promoted silently, the seed is printed."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+jaxtyping.install_import_hook("ldm_jax", "beartype.beartype")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="seed of the tests' random inputs")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed of random inputs: {config.getoption('--seed')} (--seed N); jax {jax.__version__}"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(request.config.getoption("--seed"))
+
+
+@pytest.fixture
+def x64():
+    """The test runs in JAX's 64-bit mode."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def unchecked_annotations():
+    """Off with the annotation checks, so that the sentences of our own errors are what is raised."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
