@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_observation
+from ldm_jax.memory.rls import apply_matrix
 from ldm_jax.typing import InverseCovarianceLike, MemoryLike, State
 
 
@@ -33,5 +34,5 @@ def delta_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, o
     memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
     key, value, forgetting, importance = checked_observation(obs, memory)
     faded = forgetting * memory
-    error = value - jnp.sum(faded * key, axis=-1)
+    error = value - apply_matrix(faded, key)
     return faded + importance * jnp.outer(error, key), inverse_covariance

@@ -1,8 +1,7 @@
 """Recursive least squares (RLS): the depth regression kept solved, one observation at a time.
 
 One token, one group: groups and batch are `jax.vmap` over these functions. All arithmetic is done in the type of the
-state. Products are written as multiply-and-sum instead of a matrix product, because TPUs and GPUs round a float32
-matrix product's inputs to a shorter type unless told otherwise, and the state does not bear that.
+state.
 
 Source: Haykin, Adaptive Filter Theory, chapter on RLS; here with importance and with the ridge discounted, too.
 """
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_observation
@@ -66,7 +66,7 @@ def scaled_identity(key_dim: int, alpha: ScalarLike, dtype: DType, value_dim: in
 def _state_type(dtype: DType) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"the state's type is {jnp.dtype(dtype)}, but it must be a floating one, such as float32.")
-    if jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:
+    if jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise TypeError('a float64 state needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True).')
     return jnp.dtype(dtype)
 
@@ -77,6 +77,11 @@ def symmetric(matrix: InverseCovariance) -> InverseCovariance:
     Without it an antisymmetric part of the cotangent grows like `lambda^-l` on the way back through the writes.
     """
     return (matrix + matrix.T) / 2
+
+
+def apply_matrix(matrix: Float[Array, "rows columns"], vector: Float[Array, " columns"]) -> Float[Array, " rows"]:
+    """`matrix vector`, with every bit of their type: TPUs and GPUs shorten float32 inputs unless told otherwise."""
+    return jnp.matmul(matrix, vector, precision=jax.lax.Precision.HIGHEST)
 
 
 def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> Correction:
@@ -92,9 +97,9 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
         TypeError: M and P of different types.
     """
     memory, inverse_covariance, obs = _checked(memory, inverse_covariance, obs)
-    u = jnp.sum(symmetric(inverse_covariance) * obs.key, axis=-1)
+    u = apply_matrix(symmetric(inverse_covariance), obs.key)
     return Correction(
-        error=obs.value - jnp.sum(memory * obs.key, axis=-1),
+        error=obs.value - apply_matrix(memory, obs.key),
         projected_key=u,
         innovation=obs.forgetting + obs.importance * jnp.sum(obs.key * u),
     )
@@ -155,7 +160,7 @@ def rls_read(memory: MemoryLike, query: KeyLike) -> Value:
         raise ValueError(f"the memory has shape {jnp.shape(memory)}, but it must be [V, K].")
     memory = jnp.asarray(memory)
     checks.check_shape("the query", query, (memory.shape[1],), "K")
-    return jnp.sum(memory * jnp.asarray(query, memory.dtype), axis=-1)
+    return apply_matrix(memory, jnp.asarray(query, memory.dtype))
 
 
 def _checked(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_observation
-from ldm_jax.memory.rls import Correction, init_state
-from ldm_jax.typing import DType, InverseCovariance, InverseCovarianceLike, Key, Memory, MemoryLike, ScalarLike, State
+from ldm_jax.memory.rls import Correction, apply_matrix, init_state
+from ldm_jax.typing import DType, InverseCovariance, InverseCovarianceLike, Memory, MemoryLike, ScalarLike, State
 
 
 def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
@@ -30,10 +30,10 @@ def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: 
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     memory, factor, obs = _checked(memory, factor, obs)
-    f = _project(factor, obs.key)
+    f = apply_matrix(factor.T, obs.key)
     return Correction(
-        error=obs.value - jnp.sum(memory * obs.key, axis=-1),
-        projected_key=jnp.sum(factor * f, axis=-1),
+        error=obs.value - apply_matrix(memory, obs.key),
+        projected_key=apply_matrix(factor, f),
         innovation=obs.forgetting + obs.importance * jnp.sum(f * f),
     )
 
@@ -47,7 +47,7 @@ def sqrt_rls_apply(
     """
     memory, factor, obs = _checked(memory, factor, obs)
     e, u, s = correction
-    f = _project(factor, obs.key)
+    f = apply_matrix(factor.T, obs.key)
     step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
     return (
         memory + (obs.importance / s) * jnp.outer(e, u),
@@ -63,7 +63,7 @@ def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction:
     """
     memory, factor, obs = _checked(memory, factor, obs)
     e, u, s = correction
-    f = jnp.sqrt(s) * _project(factor, obs.key)
+    f = jnp.sqrt(s) * apply_matrix(factor.T, obs.key)
     step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
     return (
         memory - (obs.importance / s) * jnp.outer(e, u),
@@ -77,11 +77,6 @@ def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Obser
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     return sqrt_rls_apply(memory, factor, sqrt_rls_correction(memory, factor, obs), obs)
-
-
-def _project(factor: InverseCovariance, key: Key) -> Key:
-    """`S'k` `[K]`."""
-    return jnp.sum(factor * key[:, None], axis=0)
 
 
 def _checked(

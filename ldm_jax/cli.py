@@ -1,0 +1,70 @@
+"""What the scripts share: flags over a config file, one sentence for an error, a cache of compiled programs."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import jax
+import tyro
+
+from ldm_jax.config import Config
+from ldm_jax.config_file import read_config
+from ldm_jax.errors import UserError
+
+Arguments = TypeVar("Arguments")
+_TYRO = (tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff)
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Trains a model as a config file says. Every field of the config has a flag that overrides it."""
+
+    config_file: tyro.conf.Positional[Path]
+    """TOML file, such as configs/quickstart.toml."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    run: Path | None = None
+    """Folder of the run; it resumes what it holds. None: runs/NAME for the config file NAME.toml."""
+
+
+def parse_train_arguments(arguments: list[str]) -> TrainArguments:
+    """The config file's config with the flags' overrides. Exits after `--help` or a flag that is wrong.
+
+    Raises:
+        UserError: the config file is missing or wrong.
+    """
+    # The file comes first on the command line: its values are the defaults that the flags override.
+    named = bool(arguments) and not arguments[0].startswith("-")
+    config = read_config(Path(arguments[0])) if named else Config()
+    file = Path(arguments[0]) if named else tyro.MISSING
+    default = TrainArguments(config_file=file, config=config)
+    return tyro.cli(TrainArguments, args=arguments, default=default, config=_TYRO)
+
+
+def parse(arguments_type: type[Arguments]) -> Arguments:
+    """The command line as a dataclass."""
+    return tyro.cli(arguments_type, config=_TYRO)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs a script's main; what a user can mend is printed as one sentence, with exit status 1."""
+    use_compilation_cache()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on from the last checkpoint.")
+    except BrokenPipeError:  # the reader of our output has left, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder, unless JAX has been told where, or nowhere."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is not None:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ldm_jax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,0 +1,87 @@
+"""Configs as TOML files: read strictly, written whole."""
+
+import dataclasses
+import difflib
+import enum
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ldm_jax.config import Config
+from ldm_jax.errors import UserError
+
+
+def read_config(path: Path) -> Config:
+    """The config in a TOML file; what it leaves out has its default.
+
+    Raises:
+        UserError: no such file, invalid TOML, an unknown key, a wrong type or an inadmissible value.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no config file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the config file {path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    return _from_table(Config, table, str(path), ())
+
+
+def config_to_toml(config: Config) -> str:
+    """The whole config, defaults included, as TOML. Options that are None are left out."""
+    return tomli_w.dumps(_to_table(config))
+
+
+def _to_table(config: Any) -> dict[str, Any]:
+    table = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            table[field.name] = _to_table(value)
+        elif value is not None:
+            table[field.name] = value.value if isinstance(value, enum.Enum) else value
+    return table
+
+
+def _from_table(cls: type, table: Any, file: str, keys: tuple[str, ...]) -> Any:
+    where = f"{file}: " + (f"[{'.'.join(keys)}]" if keys else "the file")
+    if not isinstance(table, dict):
+        raise UserError(f"{where} is {table!r}, but it must be a table.")
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    values = {}
+    for name, value in table.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}."
+            raise UserError(f"{where} has an unknown key {name}: {meant}")
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = _from_table(hints[name], value, file, (*keys, name))
+        else:
+            values[name] = _from_value(hints[name], value, f"{file}: {'.'.join((*keys, name))}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _from_value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # X | None; TOML has no null, so the value is an X
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    if issubclass(hint, enum.Enum):
+        if value not in [choice.value for choice in hint]:
+            raise UserError(
+                f"{where} is {value!r}, but it must be one of {', '.join(choice.value for choice in hint)}."
+            )
+        return hint(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+        raise UserError(f"{where} is {value!r}, but it must be {kinds[hint]}.")
+    return value

@@ -1,0 +1,28 @@
+"""Depth mixers: what a sublayer is given of all that came before it, and what is kept of its output.
+
+To add one: a file here with its two modules (see `base`) and its options, an entry in `registry`, and a test.
+"""
+
+from ldm_jax.mixers.base import MixerEnds, MixerLayer, MixerState
+from ldm_jax.mixers.depth_memory import DepthMemory, DepthMemoryConfig, MemoryState, Write, init_memory
+from ldm_jax.mixers.ldm import LDMConfig, ReadInto, without_reads
+from ldm_jax.mixers.registry import MixerConfig, MixerKind, check_mixer, make_ends, make_layer
+
+__all__ = [
+    "DepthMemory",
+    "DepthMemoryConfig",
+    "LDMConfig",
+    "MemoryState",
+    "MixerConfig",
+    "MixerEnds",
+    "MixerKind",
+    "MixerLayer",
+    "MixerState",
+    "ReadInto",
+    "Write",
+    "check_mixer",
+    "init_memory",
+    "make_ends",
+    "make_layer",
+    "without_reads",
+]

@@ -1,0 +1,42 @@
+"""The interface of a depth mixer: how a sublayer's input is gathered from what came before, and its output kept.
+
+A mixer is two modules. `MixerEnds` opens the stack with `start` and closes it with `finish`; one `MixerLayer` for each
+sublayer (attention and MLP each count as one) has `read` and `write`. For sublayers `f_1 .. f_N`, each with its norm:
+
+    state = ends.start(embedding)
+    state = layer_l.write(state, f_l(layer_l.read(state)))        for l = 1 .. N
+    h     = ends.finish(state)
+
+The state is a pytree of arrays that keeps its structure, shapes and types from sublayer to sublayer, so that a
+`jax.lax.scan` can carry it. The two modules hold what is learned.
+"""
+
+from typing import Any, Protocol
+
+from ldm_jax.typing import Hidden
+
+MixerState = Any
+
+
+class MixerLayer(Protocol):
+    """One sublayer's part of a mixer."""
+
+    def read(self, state: MixerState) -> Hidden:
+        """The sublayer's input `[B, T, D]`, before its norm."""
+        ...
+
+    def write(self, state: MixerState, output: Hidden) -> MixerState:
+        """The state that has taken in the sublayer's output `[B, T, D]`."""
+        ...
+
+
+class MixerEnds(Protocol):
+    """What a mixer does before the first sublayer and after the last."""
+
+    def start(self, embedding: Hidden) -> MixerState:
+        """The state before the first sublayer."""
+        ...
+
+    def finish(self, state: MixerState) -> Hidden:
+        """What the model's final norm is given, `[B, T, D]`."""
+        ...

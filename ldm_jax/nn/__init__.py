@@ -1,0 +1,6 @@
+"""The transformer: thin flax modules over JAX functions."""
+
+from ldm_jax.nn.parameters import Params, count_parameters, init_params, model_graph
+from ldm_jax.nn.transformer import Transformer
+
+__all__ = ["Params", "Transformer", "count_parameters", "init_params", "model_graph"]

@@ -1,0 +1,42 @@
+"""A block: an attention sublayer, then an MLP sublayer, each joined to the others by the depth mixer."""
+
+from collections.abc import Callable
+
+from flax import nnx
+
+from ldm_jax.config import ModelConfig
+from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, make_layer
+from ldm_jax.nn.attention import Attention
+from ldm_jax.nn.mlp import MLP
+from ldm_jax.typing import Hidden
+
+
+class Sublayer(nnx.Module):
+    """`state <- write(state, f(norm(read(state))))`."""
+
+    def __init__(self, function: Callable[[Hidden], Hidden], mixer: MixerLayer, config: ModelConfig, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.function = function
+        self.mixer = mixer
+
+    def __call__(self, state: MixerState) -> MixerState:
+        """The mixer's state after the sublayer."""
+        return self.mixer.write(state, self.function(self.norm(self.mixer.read(state))))
+
+
+class Block(nnx.Module):
+    """Attention, then MLP. The mixer draws from random numbers of its own, so that every mixer meets the same rest."""
+
+    def __init__(self, config: ModelConfig, mixer: MixerConfig, *, rngs: nnx.Rngs):
+        mixer_rngs = nnx.Rngs(rngs.mixer())
+
+        def sublayer(function: Callable[[Hidden], Hidden]) -> Sublayer:
+            layer = make_layer(mixer, config.width, config.sublayers, dtype=config.dtype, rngs=mixer_rngs)
+            return Sublayer(function, layer, config, rngs)
+
+        self.attention = sublayer(Attention(config, rngs=rngs))
+        self.mlp = sublayer(MLP(config, rngs=rngs))
+
+    def __call__(self, state: MixerState) -> MixerState:
+        """The mixer's state after the block."""
+        return self.mlp(self.attention(state))

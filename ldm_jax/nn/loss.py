@@ -1,0 +1,45 @@
+"""The loss over a large vocabulary, a chunk of tokens at a time."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from ldm_jax.typing import Hidden, Scalar, Tokens
+
+
+def chunked_cross_entropy(
+    hidden: Hidden,
+    targets: Tokens,
+    logits: Callable[[Float[Array, "chunk D"]], Float[Array, "chunk S"]],
+    chunk: int,
+) -> Scalar:
+    """The mean of `-log softmax(logits(h_t))[target_t]` over all tokens, in nats, float32.
+
+    Logits exist for `chunk` tokens at a time, forward and backward: they are recomputed, not saved. If `chunk` does
+    not divide the number of tokens, the last chunk is filled up with tokens that count nothing.
+
+    Args:
+        hidden: what the head is given, `[B, T, D]`.
+        targets: `[B, T]`, in `[0, S)`.
+        logits: the head, of any number of tokens.
+        chunk: tokens, at least 1.
+    """
+    tokens = targets.size
+    chunk = min(chunk, tokens)
+    padding = -tokens % chunk
+    flat = jnp.pad(hidden.reshape(tokens, -1), ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
+    labels = jnp.pad(targets.reshape(tokens), (0, padding), constant_values=-1).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def chunk_loss(h: Float[Array, "chunk D"], label: Int[Array, " chunk"]) -> Scalar:
+        scores = logits(h).astype(jnp.float32)
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(label, 0))
+        return jnp.sum(jnp.where(label >= 0, losses, 0.0))
+
+    if flat.shape[0] == 1:
+        return chunk_loss(flat[0], labels[0]) / tokens
+    total, _ = jax.lax.scan(lambda total, xs: (total + chunk_loss(*xs), None), jnp.float32(0), (flat, labels))
+    return total / tokens

@@ -1,0 +1,22 @@
+"""The gated MLP (SwiGLU; Shazeer, arXiv 2002.05202)."""
+
+import jax
+from flax import nnx
+
+from ldm_jax.config import ModelConfig
+from ldm_jax.nn.initializers import branch_output
+from ldm_jax.typing import Hidden
+
+
+class MLP(nnx.Module):
+    """`W_out (silu(W_gate x) * W_up x)` with F hidden numbers."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width, hidden, dtype = config.width, config.mlp_width, config.dtype
+        self.gate = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.out = branch_output(hidden, width, config, rngs)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """The MLP's output `[B, T, D]`."""
+        return self.out(jax.nn.silu(self.gate(x)) * self.up(x))

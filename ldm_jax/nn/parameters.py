@@ -1,0 +1,50 @@
+"""A model as a structure without arrays, and its parameters as nested dictionaries of arrays.
+
+`nnx.merge(model_graph(...), params)` is the model. So a jitted function takes the parameters alone, and what is saved
+does not depend on flax's own types.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ldm_jax.config import ModelConfig
+from ldm_jax.mixers import MixerConfig
+from ldm_jax.nn.transformer import Transformer
+
+Params = Any  # dict[str, Params | Float[Array, "..."]]
+
+
+def _make(model: ModelConfig, mixer: MixerConfig, seed: int) -> Transformer:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return Transformer(model, mixer, rngs=nnx.Rngs(params=keys[0], blocks=keys[1], mixer=keys[2]))
+
+
+def model_graph(model: ModelConfig, mixer: MixerConfig) -> nnx.GraphDef[Transformer]:
+    """The model's structure. Computes no parameter."""
+    return nnx.split(nnx.eval_shape(lambda: _make(model, mixer, 0)), nnx.Param)[0]
+
+
+def init_params(model: ModelConfig, mixer: MixerConfig, seed: int) -> Params:
+    """The parameters at the start, float32, drawn from a seed.
+
+    All but the mixer's are the same for every mixer.
+    """
+    return jax.jit(lambda: nnx.to_pure_dict(nnx.split(_make(model, mixer, seed), nnx.Param)[1]))()
+
+
+def count_parameters(params: Any) -> dict[str, int]:
+    """The number of parameters by part: `embedding` (an untied head included), `blocks`, `memory`.
+
+    `memory` is all that the mixer learns, in the blocks and at the ends. The final norm counts to the blocks.
+
+    Args:
+        params: the model's parameters as nested dictionaries.
+    """
+    counts = {"embedding": 0, "blocks": 0, "memory": 0}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        names = [part.key for part in path]
+        part = "memory" if "mixer" in names else "embedding" if names[0] in ("embed", "head") else "blocks"
+        counts[part] += leaf.size
+    return counts

@@ -1,0 +1,69 @@
+"""The language model: embedding, stacked blocks joined by a depth mixer, norm and head."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ldm_jax.config import ModelConfig, Remat
+from ldm_jax.mixers import MixerConfig, MixerState, make_ends
+from ldm_jax.nn.block import Block
+from ldm_jax.nn.loss import chunked_cross_entropy
+from ldm_jax.typing import Hidden, Logits, Scalar, Tokens
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model. Parameters are float32; the blocks' parameters have a leading depth axis.
+
+    Raises:
+        ValueError: a mixer whose options do not fit the width.
+    """
+
+    def __init__(self, config: ModelConfig, mixer: MixerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, dtype = config.width, config.dtype
+        start = nnx.initializers.normal(width**-0.5)
+        self.embed = nnx.Embed(config.vocabulary, width, embedding_init=start, dtype=dtype, rngs=rngs)
+        self.blocks = jax.vmap(lambda key: Block(config, mixer, rngs=nnx.Rngs(key)))(
+            jax.random.split(rngs.blocks(), config.depth)
+        )
+        self.mixer = make_ends(mixer, width, dtype=dtype, rngs=nnx.Rngs(rngs.mixer()))
+        self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        untied = None if config.tied else nnx.Linear(width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = untied
+
+    def hidden(self, tokens: Tokens) -> Hidden:
+        """What the head is given: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type."""
+        # Rows of the embedding have length 1 (a tied head wants that); the stream's numbers start near size 1.
+        embedding = self.embed(tokens) * jnp.asarray(self.config.width**0.5, self.config.dtype)
+        return self.norm(self.mixer.finish(self._apply_blocks(self.mixer.start(embedding))))
+
+    def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens S"]:
+        """The head: scores of the next token, in the compute type."""
+        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+
+    def __call__(self, tokens: Tokens) -> Logits:
+        """Scores of the next token at every position, `[B, T, S]`, float32."""
+        return self.logits(self.hidden(tokens)).astype(jnp.float32)
+
+    def loss(self, tokens: Tokens, targets: Tokens) -> Scalar:
+        """Mean cross-entropy of the targets in nats per token, float32; the logits are never whole in memory."""
+        return chunked_cross_entropy(self.hidden(tokens), targets, self.logits, self.config.loss_chunk)
+
+    def _apply_blocks(self, state: MixerState) -> MixerState:
+        def body(state: MixerState, block: Block) -> tuple[MixerState, None]:
+            return block(state), None
+
+        match self.config.remat:
+            case Remat.NONE:
+                pass
+            case Remat.BLOCK:
+                body = jax.checkpoint(body, prevent_cse=not self.config.scan)
+            case Remat.DOTS:
+                policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+                body = jax.checkpoint(body, prevent_cse=not self.config.scan, policy=policy)
+        if self.config.scan:
+            return jax.lax.scan(body, state, self.blocks)[0]
+        for index in range(self.config.depth):
+            state, _ = body(state, jax.tree.map(lambda stacked, index=index: stacked[index], self.blocks))
+        return state

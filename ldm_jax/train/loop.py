@@ -1,0 +1,172 @@
+"""Training: from a config and a folder to a trained model, resumable at every checkpoint."""
+
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from ldm_jax.config import Config
+from ldm_jax.config_file import config_to_toml
+from ldm_jax.data import ByteCorpus, load_corpus, spread_windows, training_batches
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
+from ldm_jax.infer import generate, make_evaluate
+from ldm_jax.nn import count_parameters, model_graph
+from ldm_jax.train.checkpoints import Checkpoints, Progress
+from ldm_jax.train.metrics import MetricsFile
+from ldm_jax.train.progress import ProgressLine
+from ldm_jax.train.run_directory import RunDirectory
+from ldm_jax.train.step import StepMetrics, TrainState, make_state, make_train_step
+
+
+def train(config: Config, path: Path, console: Console | None = None) -> TrainState:
+    """Trains until `train.steps` and returns the final state; `path` then holds config, metrics, checkpoints, sample.
+
+    A run that `path` holds already goes on from its last checkpoint, to the same bits as if it had not stopped.
+
+    Raises:
+        UserError: the corpus or the folder does not serve, the disk is full, or a loss is not finite.
+    """
+    console = console or Console()
+    corpus = load_corpus(config.data)
+    directory = RunDirectory(path)
+    changes = directory.open(config)
+    checkpoints = Checkpoints(directory.checkpoints, config.train.keep_checkpoints)
+    try:
+        state, progress = make_state(config), Progress(0.0, corpus.fingerprint)
+        if (latest := checkpoints.latest_step()) is not None:
+            state, progress = checkpoints.restore(latest, state)
+        _introduce(console, config, path, corpus, state, progress, changes)
+        if state.step < config.train.steps:
+            state = _Run(config, directory, checkpoints, corpus, console).go(state, progress)
+        _sample(config, directory, state, console)
+    finally:
+        checkpoints.close()
+    return state
+
+
+class _Run:
+    """The loop. Metrics are read one step late, so that the device never waits for the host."""
+
+    def __init__(
+        self, config: Config, directory: RunDirectory, checkpoints: Checkpoints, corpus: ByteCorpus, console: Console
+    ):
+        self.config, self.directory, self.checkpoints, self.corpus = config, directory, checkpoints, corpus
+        self.line = ProgressLine(console, config.train.steps)
+        self.tokens_per_step = config.train.batch_size * config.data.context
+        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), config.train.batch_size)
+        self.validation = spread_windows(corpus.validation, config.data.context, config.train.validation_windows)
+
+    def go(self, state: TrainState, progress: Progress) -> TrainState:
+        config, first = self.config.train, int(state.step)
+        self.first = first
+        self.started, self.last_log = time.monotonic() - progress.seconds, (first, time.monotonic())
+        self.metrics = MetricsFile(self.directory.metrics_file, first)
+        train_step = make_train_step(self.config)
+        batches = training_batches(self.corpus.train, self.config.data.context, config.batch_size, config.seed, first)
+        unread: tuple[int, StepMetrics] | None = None
+        try:
+            with self.line:
+                for step in range(first + 1, config.steps + 1):
+                    state, metrics = train_step(state, jnp.asarray(next(batches)))
+                    if unread is not None:
+                        self._report(*unread)
+                    unread = step, metrics
+                    validate = step % config.validate_every == 0 or step == config.steps
+                    save = step % config.checkpoint_every == 0 or step == config.steps
+                    if validate or save:
+                        self._report(*unread)
+                        unread = None
+                    if validate:
+                        self._validate(step, state)
+                    if save:
+                        seconds = time.monotonic() - self.started
+                        self.checkpoints.save(step, state, Progress(seconds, self.corpus.fingerprint))
+                    if validate or save:
+                        self.last_log = step, time.monotonic()  # their time is not the steps'
+        finally:
+            self.metrics.close()
+        return state
+
+    def _report(self, step: int, metrics: StepMetrics) -> None:
+        """Checks the step and, where it is due, logs it."""
+        loss, grad_norm, rate = (float(metric) for metric in metrics)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            kept = self.checkpoints.latest_step()
+            raise UserError(
+                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}, so the run stops. "
+                + (f"The checkpoint of step {kept} is kept." if kept is not None else "There is no checkpoint yet.")
+                + " Lower train.learning_rate or train.clip_norm and start again."
+            )
+        now = time.monotonic()
+        since, then = self.last_log
+        if step % self.config.train.log_every:
+            if step == self.first + 1:
+                self.last_log = step, now  # from here on nothing is compiled
+            return
+        seconds_per_step = (now - then) / max(step - since, 1)
+        row = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "tokens": step * self.tokens_per_step,
+            "tokens_per_second": self.tokens_per_step / seconds_per_step,
+            "seconds": now - self.started,
+        }
+        self.metrics.write(row)
+        self.line.show(row, seconds_per_step)
+        self.last_log = step, now
+
+    def _validate(self, step: int, state: TrainState) -> None:
+        result = self.evaluate(state.params, self.validation)
+        bits = result.bits_per_byte
+        self.metrics.write({"step": step, "validation_loss": result.loss, "validation_bits_per_byte": bits})
+        self.line.note(f"step {step}: validation loss {result.loss:.4f} nats a token, {bits:.4f} bits a byte")
+
+
+def _introduce(
+    console: Console,
+    config: Config,
+    path: Path,
+    corpus: ByteCorpus,
+    state: TrainState,
+    progress: Progress,
+    changes: list[str],
+) -> None:
+    """What is trained, on what, from where."""
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    say(config_to_toml(config).strip())
+    device = jax.devices()[0]
+    parts = count_parameters(state.params)
+    tokens = config.train.steps * config.train.batch_size * config.data.context
+    say(f"\ndevice      {jax.device_count()} x {device.platform} ({device.device_kind}), jax {jax.__version__}")
+    say(f"parameters  {sum(parts.values()):,} = " + " + ".join(f"{count:,} {part}" for part, count in parts.items()))
+    say(f"corpus      {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out")
+    say(f"training    {config.train.steps:,} steps, {tokens:,} tokens to see")
+    for change in changes:
+        say(f"changed     {change}")
+    if progress.corpus != corpus.fingerprint:
+        say("changed     the corpus is not the one that the run was started on: the data goes on with the new one")
+    done = int(state.step)
+    if done >= config.train.steps:
+        say(f"run         {path} is finished at step {done}; a higher train.steps continues it")
+    else:
+        say(f"run         {path}, " + (f"goes on from step {done}" if done else "new"))
+
+
+def _sample(config: Config, directory: RunDirectory, state: TrainState, console: Console) -> None:
+    """Writes and prints what the model makes of the prompt."""
+    graph, prompt = model_graph(config.model, config.mixer), config.train.sample_prompt.encode()
+    text = prompt + generate(graph, state.params, prompt, config.train.sample_tokens, config.data.context)
+    try:
+        write_atomically(directory.sample_file, text.decode(errors="replace"))
+    except OSError as error:
+        raise UserError(f"{directory.sample_file} cannot be written: {error.strerror}.") from error
+    console.print(text.decode(errors="replace"), highlight=False, soft_wrap=True, markup=False)

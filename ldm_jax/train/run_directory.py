@@ -1,0 +1,97 @@
+"""A run's folder: its config, its metrics, its checkpoints, its sample."""
+
+import dataclasses
+import fcntl
+from pathlib import Path
+
+from ldm_jax.config import Config
+from ldm_jax.config_file import config_to_toml, read_config
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
+
+FIXED_IN_TRAIN = ("batch_size", "seed")  # with these the order of the data would change
+
+
+class RunDirectory:
+    """A folder that holds one run, locked for as long as this object lives."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.sample_file = path / "sample.txt"
+        self._lock = None
+
+    def open(self, config: Config) -> list[str]:
+        """Makes the folder, or finds the same run in it; stores the config. Returns what changed since, in sentences.
+
+        The model, the mixer and the data of a run cannot change, nor what the order of its data depends on; the rest
+        of `train` can.
+
+        Raises:
+            UserError: the folder holds another model or other files, is in use, or cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+            changes = self._compare(config)
+            write_atomically(self.config_file, config_to_toml(config))
+        except OSError as error:
+            raise UserError(f"the run directory {self.path} cannot be written: {error.strerror}.") from error
+        return changes
+
+    def _acquire(self) -> None:
+        foreign = [entry.name for entry in self.path.iterdir() if not entry.name.startswith((".lock", "config.toml"))]
+        if foreign and not self.config_file.exists():
+            raise UserError(
+                f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}) and no run: give another --run."
+            )
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is training in {self.path}: wait for it, or give another --run."
+            ) from None
+
+    def _compare(self, config: Config) -> list[str]:
+        if not self.config_file.exists():
+            return []
+        stored = read_config(self.config_file)
+        for section in ("model", "mixer", "data"):
+            if differences := _differences(section, getattr(stored, section), getattr(config, section)):
+                raise UserError(
+                    f"{self.path} holds another model: {differences[0]}. Give another --run, or take back the change."
+                )
+        for name in FIXED_IN_TRAIN:
+            old, new = getattr(stored.train, name), getattr(config.train, name)
+            if old != new:
+                raise UserError(
+                    f"train.{name} was {old} and is now {new}, which would change the order of the data: give another "
+                    "--run, or take back the change."
+                )
+        return _differences("train", stored.train, config.train)
+
+
+def stored_config(path: Path) -> Config:
+    """The config of the run in a folder.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    if not (path / "config.toml").exists():
+        raise UserError(f"{path} holds no run: give a folder that scripts/train.py has written.")
+    return read_config(path / "config.toml")
+
+
+def _differences(prefix: str, old: object, new: object) -> list[str]:
+    """A phrase for each field that differs, nested tables included."""
+    phrases = []
+    for field in dataclasses.fields(old):  # pyright: ignore[reportArgumentType]
+        name, was, now = f"{prefix}.{field.name}", getattr(old, field.name), getattr(new, field.name)
+        if dataclasses.is_dataclass(was):
+            phrases += _differences(name, was, now)
+        elif was != now:
+            phrases.append(f"{name} was {was} and is now {now}")
+    return phrases

@@ -1,0 +1,17 @@
+"""Trains a model: `python scripts/train.py configs/quickstart.toml [--train.steps 200 ...] [--run DIR]`."""
+
+import sys
+from pathlib import Path
+
+from ldm_jax.cli import parse_train_arguments, run_script
+from ldm_jax.train import train
+
+
+def main() -> None:
+    """Parses and trains."""
+    arguments = parse_train_arguments(sys.argv[1:])
+    train(arguments.config, arguments.run or Path("runs") / arguments.config_file.stem)
+
+
+if __name__ == "__main__":
+    run_script(main)
