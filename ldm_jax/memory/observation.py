@@ -34,13 +34,13 @@ def checked_observation(observation: Observation, memory: Array) -> Observation:
     checks.check_shape("the value", value, (value_dim,), "V")
     checks.check_shape("forgetting", forgetting, (), "")
     checks.check_shape("importance", importance, (), "")
-    checks.check_forgetting(forgetting)
-    checks.check_importance(importance)
+    checks.check_forgetting(forgetting, memory.dtype)
+    checks.check_importance(importance, memory.dtype)
     return Observation(*(jnp.asarray(part, memory.dtype) for part in observation))
 
 
-def checked_observations(observations: Observation) -> tuple[Observation, int, int, int]:
-    """Observations with a leading depth axis as arrays, checked; with them `(N, V, K)`."""
+def checked_observations(observations: Observation) -> tuple[Observation, int, int]:
+    """Observations with a leading depth axis as arrays, checked; with them V and K."""
     key, value, forgetting, importance = observations
     if np.ndim(key) != 2 or np.ndim(value) != 2:
         raise ValueError(
@@ -52,8 +52,8 @@ def checked_observations(observations: Observation) -> tuple[Observation, int, i
     checks.check_shape("the value", value, (depth, value_dim), "N, V")
     checks.check_shape("forgetting", forgetting, (depth,), "N")
     checks.check_shape("importance", importance, (depth,), "N")
-    checks.check_forgetting(forgetting)
-    checks.check_importance(importance)
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(jnp.float16, *observations)  # float16 makes a floating type of integers
-    return Observation(*(jnp.asarray(part, dtype) for part in observations)), depth, value_dim, key_dim
+    checks.check_forgetting(forgetting, dtype)
+    checks.check_importance(importance, dtype)
+    return Observation(*(jnp.asarray(part, dtype) for part in observations)), value_dim, key_dim

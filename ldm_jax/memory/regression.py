@@ -17,10 +17,14 @@ from ldm_jax.typing import MemoryLike, Scalar, ScalarLike, State
 
 
 def _weights(observations: Observation, alpha: ScalarLike) -> tuple[Float[Array, " N"], Scalar]:
-    """The weight of each observation's squared error `[N]`, and of `|M|^2` `[]`."""
+    """The weight of each observation's squared error `[N]`, and of `|M|^2` `[]`; alpha and N are checked."""
+    if observations.forgetting.size < 1:
+        raise ValueError("there are no observations, but the regression needs at least one.")
+    dtype = observations.forgetting.dtype
+    checks.check_alpha(alpha, dtype)
     later = jnp.cumprod(observations.forgetting[::-1])[::-1]  # prod_{j >= i}
     after = jnp.concatenate([later[1:], jnp.ones_like(later[:1])])  # prod_{j > i}
-    return after * observations.importance, later[0] / alpha
+    return after * observations.importance, later[0] / jnp.asarray(alpha, dtype)
 
 
 def regression_objective(memory: MemoryLike, observations: Observation, alpha: ScalarLike) -> Scalar:
@@ -34,13 +38,13 @@ def regression_objective(memory: MemoryLike, observations: Observation, alpha: S
     Raises:
         ValueError: a wrong shape; outside a trace, inadmissible forgetting, importance or alpha.
     """
-    observations, depth, value_dim, key_dim = checked_observations(observations)
-    _check(depth, alpha)
+    observations, value_dim, key_dim = checked_observations(observations)
     checks.check_shape("the memory", memory, (value_dim, key_dim), "V, K")
+    memory = jnp.asarray(memory, observations.key.dtype)
     weights, ridge = _weights(observations, alpha)
     predictions = jnp.einsum("VK,NK->NV", memory, observations.key, precision=jax.lax.Precision.HIGHEST)
     errors = jnp.sum((observations.value - predictions) ** 2, axis=-1)
-    return jnp.sum(weights * errors) + ridge * jnp.sum(jnp.asarray(memory) ** 2)
+    return jnp.sum(weights * errors) + ridge * jnp.sum(memory**2)
 
 
 def solve_depth_regression(observations: Observation, alpha: ScalarLike) -> State:
@@ -51,8 +55,7 @@ def solve_depth_regression(observations: Observation, alpha: ScalarLike) -> Stat
     with the weights of `J`. Differentiable; in the observations' type (give it float64 to use it as an oracle).
     Returns `M` `[V, K]` and `P` `[K, K]`. Arguments and errors as in `regression_objective`.
     """
-    observations, depth, _, key_dim = checked_observations(observations)
-    _check(depth, alpha)
+    observations, _, key_dim = checked_observations(observations)
     weights, ridge = _weights(observations, alpha)
     key, value = observations.key, observations.value
     gram = jnp.einsum("N,NK,NL->KL", weights, key, key, precision=jax.lax.Precision.HIGHEST)
@@ -60,9 +63,3 @@ def solve_depth_regression(observations: Observation, alpha: ScalarLike) -> Stat
     covariance = gram + ridge * jnp.eye(key_dim, dtype=gram.dtype)
     memory = jnp.linalg.solve(covariance, moments.T).T
     return memory, jnp.linalg.inv(covariance)
-
-
-def _check(depth: int, alpha: ScalarLike) -> None:
-    if depth < 1:
-        raise ValueError("there are no observations, but the regression needs at least one.")
-    checks.check_positive("alpha", alpha)

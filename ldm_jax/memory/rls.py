@@ -53,14 +53,10 @@ def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = j
         ValueError: a width below 1, or alpha not positive and finite.
         TypeError: a type that is not floating, or float64 while JAX's 64-bit mode is off.
     """
-    return jnp.zeros((value_dim, key_dim), _state_type(dtype)), scaled_identity(key_dim, alpha, dtype, value_dim)
-
-
-def scaled_identity(key_dim: int, alpha: ScalarLike, dtype: DType, value_dim: int = 1) -> InverseCovariance:
-    """`alpha I` `[K, K]`, its arguments checked."""
+    dtype = _state_type(dtype)
     checks.check_dims(value_dim, key_dim)
-    checks.check_positive("alpha", alpha)
-    return jnp.asarray(alpha, _state_type(dtype)) * jnp.eye(key_dim, dtype=_state_type(dtype))
+    checks.check_alpha(alpha, dtype)
+    return jnp.zeros((value_dim, key_dim), dtype), jnp.asarray(alpha, dtype) * jnp.eye(key_dim, dtype=dtype)
 
 
 def _state_type(dtype: DType) -> jnp.dtype:

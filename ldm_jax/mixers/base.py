@@ -11,13 +11,14 @@ The state is a pytree of arrays that keeps its structure, shapes and types from 
 `jax.lax.scan` can carry it. The two modules hold what is learned.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ldm_jax.typing import Hidden
 
 MixerState = Any
 
 
+@runtime_checkable
 class MixerLayer(Protocol):
     """One sublayer's part of a mixer."""
 
@@ -30,6 +31,7 @@ class MixerLayer(Protocol):
         ...
 
 
+@runtime_checkable
 class MixerEnds(Protocol):
     """What a mixer does before the first sublayer and after the last."""
 

@@ -1,5 +1,6 @@
 """Training: from a config and a folder to a trained model, resumable at every checkpoint."""
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -34,17 +35,16 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     corpus = load_corpus(config.data)
     directory = RunDirectory(path)
     changes = directory.open(config)
-    checkpoints = Checkpoints(directory.checkpoints, config.train.keep_checkpoints)
-    try:
-        state, progress = make_state(config), Progress(0.0, corpus.fingerprint)
-        if (latest := checkpoints.latest_step()) is not None:
-            state, progress = checkpoints.restore(latest, state)
-        _introduce(console, config, path, corpus, state, progress, changes)
-        if state.step < config.train.steps:
-            state = _Run(config, directory, checkpoints, corpus, console).go(state, progress)
+    with contextlib.closing(directory):
+        checkpoints = Checkpoints(directory.checkpoints, config.train.keep_checkpoints)
+        with contextlib.closing(checkpoints):
+            state, progress = make_state(config), Progress(0.0, corpus.fingerprint)
+            if (latest := checkpoints.latest_step()) is not None:
+                state, progress = checkpoints.restore(latest, state)
+            _introduce(console, config, path, corpus, state, progress, changes)
+            if state.step < config.train.steps:
+                state = _Run(config, directory, checkpoints, corpus, console).go(state, progress)
         _sample(config, directory, state, console)
-    finally:
-        checkpoints.close()
     return state
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
-Row = Mapping[str, float]
+Row = Mapping[str, int | float]
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> list[dict[str, int | float]]:
     """The rows of a file, in order; a last line that was cut off by a kill is left out. No file: no rows."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

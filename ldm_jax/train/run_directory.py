@@ -13,7 +13,7 @@ FIXED_IN_TRAIN = ("batch_size", "seed")  # with these the order of the data woul
 
 
 class RunDirectory:
-    """A folder that holds one run, locked for as long as this object lives."""
+    """A folder that holds one run; locked from `open` to `close`."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -38,8 +38,18 @@ class RunDirectory:
             changes = self._compare(config)
             write_atomically(self.config_file, config_to_toml(config))
         except OSError as error:
+            self.close()
             raise UserError(f"the run directory {self.path} cannot be written: {error.strerror}.") from error
+        except UserError:
+            self.close()
+            raise
         return changes
+
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _acquire(self) -> None:
         foreign = [entry.name for entry in self.path.iterdir() if not entry.name.startswith((".lock", "config.toml"))]

@@ -69,7 +69,7 @@ def make_train_step(
                 lambda total, part: add_part(total, part, state.params), zeros, batch.reshape(parts, -1, batch.shape[1])
             )
             loss, grads = jax.tree.map(lambda x: x / parts, total)
-        metrics = StepMetrics(loss, optax.global_norm(grads), jnp.asarray(rate(state.step), jnp.float32))
+        metrics = StepMetrics(loss, optax.tree.norm(grads), jnp.asarray(rate(state.step), jnp.float32))
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, optimizer_state), metrics

@@ -1,0 +1,125 @@
+"""Derivatives of every write and of the read: against finite differences, and at importance exactly 0."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from depth_problems import FORMS, relative
+from jax.flatten_util import ravel_pytree
+
+from ldm_jax import (
+    Observation,
+    additive_write,
+    delta_write,
+    rls_read,
+    rls_write,
+    sqrt_rls_write,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+each_write = pytest.mark.parametrize("write", [rls_write, sqrt_rls_write, additive_write, delta_write])
+
+STEP = 1e-5
+DIFFERENCES = 1e-7  # truncation at STEP^2 = 1e-10 and rounding at 1e-16 / STEP = 1e-11, times growing derivatives
+
+
+@pytest.fixture
+def arguments(rng, write):
+    """A state and an observation."""
+    factor = np.eye(3) + 0.3 * rng.normal(size=(3, 3))
+    state = rng.normal(size=(2, 3)), factor if write is sqrt_rls_write else factor @ factor.T
+    observation = Observation(rng.normal(size=3), rng.normal(size=2), np.asarray(0.7), np.asarray(1.2))
+    return *state, observation
+
+
+@pytest.fixture
+def weights(rng):
+    return rng.normal(size=(2, 3)), rng.normal(size=(3, 3))
+
+
+def loss(write, weights, arguments):
+    M, P = write(*arguments)
+    return jnp.sum(weights[0] * jnp.sin(M)) + jnp.sum(weights[1] * jnp.cos(P))
+
+
+value_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=2), static_argnums=0)
+
+
+def admissible(write, direction):
+    """S may move in any direction, P only in symmetric ones."""
+    M, P, observation = direction
+    return (M, P if write is sqrt_rls_write else (P + P.T) / 2, observation)
+
+
+def central_difference(write, weights, arguments, direction):
+    above, below = (
+        value_and_gradient(write, weights, jax.tree.map(lambda x, d, step=step: x + step * d, arguments, direction))[0]
+        for step in (STEP, -STEP)
+    )
+    return (above - below) / (2 * STEP)
+
+
+@each_write
+def test_gradient_against_central_differences(write, weights, arguments):
+    flat, unflatten = ravel_pytree(arguments)
+    # Along every coordinate; those of P along with their mirror images.
+    directions = [admissible(write, unflatten(one)) for one in np.eye(flat.size)]
+    differences = [central_difference(write, weights, arguments, direction) for direction in directions]
+    gradient = ravel_pytree(value_and_gradient(write, weights, arguments)[1])[0]
+    slopes = [gradient @ ravel_pytree(direction)[0] for direction in directions]
+    slopes, differences = unflatten(np.stack(slopes)), unflatten(np.stack(differences))
+    for name, actual, expected in zip(
+        ("M", "P", *Observation._fields), (*slopes[:2], *slopes[2]), (*differences[:2], *differences[2]), strict=True
+    ):
+        assert np.any(expected != 0), name
+        assert relative(actual, expected) < DIFFERENCES, name
+
+
+@each_write
+def test_jvp_against_differences_and_vjp(rng, write, weights, arguments):
+    tangent = admissible(write, jax.tree.map(lambda part: rng.normal(size=part.shape), arguments))
+    slope = jax.jit(lambda *point: jax.jvp(partial(loss, write, weights), (point[0],), (point[1],))[1])(
+        arguments, tangent
+    )
+    gradient = ravel_pytree(value_and_gradient(write, weights, arguments)[1])[0]
+    flat_tangent = ravel_pytree(tangent)[0]
+    # The slope may cancel, so errors are measured against |gradient| |tangent|.
+    scale = np.linalg.norm(gradient) * np.linalg.norm(flat_tangent)
+    assert abs(slope - central_difference(write, weights, arguments, tangent)) < DIFFERENCES * scale
+    assert abs(slope - gradient @ flat_tangent) < 1e-13 * scale
+
+
+def test_read_gradient(rng):
+    M, query, weight = rng.normal(size=(2, 3)), rng.normal(size=3), rng.normal(size=2)
+
+    @jax.jit
+    @jax.value_and_grad
+    def f(point):
+        return jnp.sum(weight * jnp.sin(rls_read(point[:6].reshape(2, 3), point[6:])))
+
+    point = np.concatenate([M.ravel(), query])
+    differences = [(f(point + step)[0] - f(point - step)[0]) / (2 * STEP) for step in STEP * np.eye(9)]
+    assert relative(f(point)[1], differences) < DIFFERENCES
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float64, 1e-14)])  # some roundings each
+def test_slope_at_importance_zero(rng, name, dtype, tolerance):
+    form, factor = FORMS[name], rng.normal(size=(3, 3))
+    M, P, key, value = rng.normal(size=(2, 3)), factor @ factor.T, rng.normal(size=3), rng.normal(size=2)
+    state = tuple(np.asarray(part, dtype) for part in (M, P if name == "rls" else factor))
+    forgetting = 0.7
+
+    @jax.jit
+    @jax.jacrev
+    def slope(importance):
+        M_after, state_after = form.write(*state, Observation(key, value, forgetting, importance))
+        return M_after, form.covariance(state_after)
+
+    M_slope, P_slope = slope(dtype(0))
+    # By hand: d/d beta of beta / (lambda + beta k'u) at 0 is 1 / lambda.
+    u = P @ key
+    assert relative(M_slope, np.outer(value - M @ key, u) / forgetting) < tolerance
+    assert relative(P_slope, -np.outer(u, u) / forgetting**2) < tolerance

@@ -1,0 +1,96 @@
+"""Configs: read strictly, written whole, wrong ones named in a sentence."""
+
+import dataclasses
+import enum
+import typing
+
+import pytest
+
+from ldm_jax.config import Config, Corpus, Remat
+from ldm_jax.config_file import config_to_toml, read_config
+from ldm_jax.errors import UserError
+from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind, Write
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    config = Config(mixer=MixerConfig(MixerKind.PRELN, LDMConfig(groups=2, forgetting_floor=0.5, write=Write.DELTA)))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=Remat.DOTS, kv_heads=2))
+    assert read_config(write(tmp_path, config_to_toml(config))) == config
+    assert read_config(write(tmp_path, config_to_toml(Config()))) == Config()
+
+
+def test_defaults_for_what_is_left_out(tmp_path):
+    config = read_config(write(tmp_path, '[mixer.ldm]\nalpha = 3\n[data]\ncorpus = "stdlib"\n'))
+    assert config.mixer.ldm.alpha == 3.0
+    assert isinstance(config.mixer.ldm.alpha, float)
+    assert config.data.corpus is Corpus.STDLIB
+    assert config.model == Config().model
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model\n", "is not valid TOML"),
+        ("[modle]\n", "unknown key modle: did you mean model?"),
+        ("[model]\ndeph = 3\n", r"\[model\] has an unknown key deph: did you mean depth\?"),
+        ("[model]\nxyzzy = 3\n", "there are depth, width"),
+        ("[mixer.ldm]\nalphas = 1\n", r"\[mixer.ldm\] has an unknown key alphas: did you mean alpha"),
+        ("model = 3\n", r"\[model\] is 3, but it must be a table"),
+        ("[model]\ndepth = 3.0\n", "model.depth is 3.0, but it must be a whole number"),
+        ("[model]\ndepth = true\n", "model.depth is True, but it must be a whole number"),
+        ('[model]\nscan = "yes"\n', "model.scan is 'yes', but it must be true or false"),
+        ('[model]\nremat = "blok"\n', "model.remat is 'blok', but it must be one of none, block, dots"),
+        ('[mixer]\nkind = "LDM"\n', "mixer.kind is 'LDM', but it must be one of preln, ldm"),
+        ('[train]\nlearning_rate = "1e-3"\n', "train.learning_rate is '1e-3', but it must be a number"),
+        ("[train]\nlearning_rate = nan\n", "learning_rate is nan"),
+        ("[train]\nsteps = 0\n", "steps is 0, but it must be at least 1"),
+        ("[train]\nbatch_size = 8\naccumulation = 3\n", "accumulation is 3, which does not divide batch_size 8"),
+        ("[model]\nwidth = 130\nheads = 13\n[mixer.ldm]\ngroups = 4\n", "groups is 4, which does not divide the width"),
+        ('[data]\ncorpus = "files"\n', "there is no path"),
+        ('[data]\ncorpus = "stdlib"\npath = "x"\n', "corpus is stdlib, which has none"),
+        ("[data]\nvalidation_fraction = 1\n", "validation_fraction is 1.0"),
+    ],
+)
+def test_wrong_files(tmp_path, text, words):
+    with pytest.raises(UserError, match=words) as error:
+        read_config(write(tmp_path, text))
+    assert "config.toml" in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="there is no config file"):
+        read_config(tmp_path / "missing.toml")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"# \xff\n")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_config(tmp_path / "latin.toml")
+
+
+def test_a_kind_ignores_the_options_of_the_others():
+    # groups that do not divide the width are no error where the memory is off
+    config = Config(mixer=MixerConfig(MixerKind.PRELN, LDMConfig(groups=7)))
+    assert config.mixer.kind is MixerKind.PRELN
+    with pytest.raises(ValueError, match="groups is 7"):
+        Config(mixer=MixerConfig(MixerKind.LDM, LDMConfig(groups=7)))
+
+
+def fields(cls):
+    for field in dataclasses.fields(cls):
+        hint = typing.get_type_hints(cls)[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from fields(hint)
+        else:
+            yield cls, field.name, hint
+
+
+def test_no_option_is_a_free_string():
+    # A string that is looked up somewhere would let a typo mean "off": only paths and prompts are strings.
+    strings = {name for _, name, hint in fields(Config) if hint in (str, str | None) and not issubclass(str, enum.Enum)}
+    assert strings == {"path", "sample_prompt"}
