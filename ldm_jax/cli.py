@@ -40,7 +40,10 @@ def parse_train_arguments(arguments: list[str]) -> TrainArguments:
     config = read_config(Path(arguments[0])) if named else Config()
     file = Path(arguments[0]) if named else tyro.MISSING
     default = TrainArguments(config_file=file, config=config)
-    return tyro.cli(TrainArguments, args=arguments, default=default, config=_TYRO)
+    try:
+        return tyro.cli(TrainArguments, args=arguments, default=default, config=_TYRO)
+    except ValueError as error:  # what concerns several sections is checked last, outside of tyro's reach
+        raise UserError(str(error)) from error
 
 
 def parse(arguments_type: type[Arguments]) -> Arguments:

@@ -1,5 +1,6 @@
 """Checkpoints of a run: written whole or not at all."""
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,6 +9,8 @@ import orbax.checkpoint as ocp
 
 from ldm_jax.errors import UserError
 from ldm_jax.train.step import TrainState
+
+SPARE_BYTES = 2_000_000  # beside the arrays: their index, their metadata, the metrics
 
 
 class Progress(NamedTuple):
@@ -42,6 +45,7 @@ class Checkpoints:
             progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
         )
         try:
+            self._check_space(state)
             self._manager.save(step, args=items)
         except Exception as error:  # the storage layer raises types of its own
             kept = self.latest_step()
@@ -50,6 +54,13 @@ class Checkpoints:
                 + ("There is no earlier one." if kept is None else f"The one of step {kept} is kept.")
                 + " Free some space and start again with the same command."
             ) from error
+
+    def _check_space(self, state: TrainState) -> None:
+        # Asked beforehand, because the storage layer's threads fill the screen when a write of theirs fails.
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + SPARE_BYTES
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise OSError(f"it needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB left")
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, Progress]:
         """The state and progress of a step, with the shapes and types of `like`.

@@ -10,7 +10,7 @@ from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
 from ldm_jax.nn import init_params, model_graph
 
-MODEL = ModelConfig(depth=3, width=16, heads=4, kv_heads=2, mlp_width=24, vocabulary=11, loss_chunk=7)
+MODEL = ModelConfig(depth=2, width=16, heads=4, kv_heads=2, mlp_width=24, vocabulary=11, loss_chunk=7)
 LDM = LDMConfig(groups=2, key_dim=3, latent_dim=5)
 
 

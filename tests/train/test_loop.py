@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import assert_same_bits, make_corpus, quietly, tiny, with_train
 
 from ldm_jax.config_file import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.train import load_run, loop
 from ldm_jax.train.metrics import read_metrics
+from runs import assert_same_bits, make_corpus, quietly, tiny, with_train
 
 
 @pytest.fixture(scope="module")
@@ -152,20 +153,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_that_cannot_be_written_keeps_the_last(corpus, tmp_path, monkeypatch):
+def test_a_full_disk_is_seen_before_it_is_written_to(corpus, tmp_path, monkeypatch):
     config, path = tiny(corpus), tmp_path / "run"
     quietly(with_train(config, steps=4), path)
-    manager = loop.Checkpoints(path / "checkpoints", 2)
-
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(manager._manager, "save", full)
-    monkeypatch.setattr(loop, "Checkpoints", lambda *_: manager)
-    words = r"step 6 could not be written .*No space left on device\. The one of step 4 is kept\. Free some space"
+    usage = shutil.disk_usage(path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    words = r"step 6 could not be written .* the disk has 1\.0 MB left\. The one of step 4 is kept\. Free some space"
     with pytest.raises(UserError, match=words):
         quietly(config, path)
+    monkeypatch.undo()
     assert load_run(path).step == 4
+    assert int(quietly(config, path)[0].step) == 6
 
 
 def test_a_torn_line_of_metrics_is_left_out(unbroken, tmp_path):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import tiny, with_train
 
 from ldm_jax.config import Schedule, TrainConfig
 from ldm_jax.nn import model_graph
 from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.optimizer import learning_rate_schedule, matrices
+from runs import tiny, with_train
 
 
 def batch(size=4):
@@ -77,7 +77,7 @@ def test_state_types(tmp_path):
 
     config = tiny(tmp_path)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=ComputeType.BFLOAT16))
-    state, _ = make_train_step(config)(make_state(config), batch())
+    state, _ = jax.eval_shape(make_train_step(config), jax.eval_shape(lambda: make_state(config)), batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
 
 

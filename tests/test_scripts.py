@@ -1,0 +1,139 @@
+"""The scripts as a user starts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+[model]
+depth = 1
+width = 16
+heads = 2
+mlp_width = 16
+[mixer.ldm]
+groups = 2
+latent_dim = 4
+[data]
+path = "{corpus}"
+context = 16
+validation_fraction = 0.2
+[train]
+steps = 4
+batch_size = 4
+checkpoint_every = 2
+sample_tokens = 5
+"""
+
+
+def script(name, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / f"{name}.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env=os.environ | {"COLUMNS": "200"} | environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a corpus, a config and a run."""
+    home = tmp_path_factory.mktemp("home")
+    for index in range(20):
+        lines = "".join(f"{n} times {index} is {n * index}\n" for n in range(30))
+        (home / f"{index}.txt").write_text(lines)
+    (home / "tiny.toml").write_text(TINY.format(corpus=home / "*.txt"))
+    result = script("train", home / "tiny.toml", "--run", home / "run", XDG_CACHE_HOME=str(home / "cache"))
+    assert result.returncode == 0, result.stderr
+    assert "def " in result.stdout
+    assert result.stderr == ""
+    return home
+
+
+def test_compiled_programs_are_kept(home):
+    assert any((home / "cache" / "ldm_jax" / "xla").iterdir())
+
+
+def test_evaluate_tells_what_the_memory_is_worth(home):
+    result = script("evaluate", home / "run")
+    assert result.returncode == 0, result.stderr
+    assert "validation loss: " in result.stdout
+    assert "with all read gains at zero: " in result.stdout
+
+
+def test_sample_goes_on_from_the_prompt(home):
+    a, b = (script("sample", home / "run", "--prompt", "3 times ", "--tokens", 20) for _ in range(2))
+    assert a.returncode == 0, a.stderr
+    assert a.stdout.startswith("3 times ")
+    assert a.stdout == b.stdout  # the same seed
+    assert len(a.stdout.encode(errors="replace")) >= 20
+
+
+def test_help_shows_every_field():
+    result = script("train", "--help")
+    assert result.returncode == 0
+    for words in ("--model.depth INT", "--mixer.kind {preln,ldm}", "--mixer.ldm.forgetting-floor", "--train.log-every",
+                  "{none,block,dots}", "Blocks; each has two sublayers", "(default: 6)"):  # fmt: skip
+        assert words in result.stdout, words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.toml"], "there is no config file missing.toml"),
+        (["{home}/tiny.toml", "--model.deph", "3"], "Unrecognized options: --model.deph"),
+        (["{home}/tiny.toml", "--mixer.kind", "ldn"], "invalid choice 'ldn'"),
+        (["{home}/tiny.toml", "--model.heads", "3"], "heads is 3, which does not divide the width 16"),
+        (["{home}/tiny.toml", "--mixer.ldm.groups", "5"], "groups is 5, which does not divide the width 16"),
+        (["{home}/tiny.toml", "--data.path", "{home}/nothing/*"], "has no file"),
+        (["{home}/tiny.toml", "--data.context", "100000", "--run", "{home}/new"], "one window needs 100001"),
+        (["{home}/tiny.toml", "--run", "{home}"], "holds other files"),
+        (["{home}/tiny.toml", "--run", "{home}/run", "--mixer.kind", "preln"], "holds another model"),
+        ([], "required"),
+    ],
+)
+def test_wrong_input_is_one_sentence(home, arguments, words):
+    result = script("train", *(argument.format(home=home) for argument in arguments))
+    assert result.returncode != 0
+    assert words in " ".join((result.stdout + result.stderr).split())
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["sample", "evaluate"])
+def test_no_run_is_one_sentence(home, name):
+    result = script(name, home / "nothing")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "holds no run" in result.stderr
+
+
+def test_underscores_in_flags(home):
+    result = script("train", home / "tiny.toml", "--train.log_every", "2", "--run", home / "run")
+    assert result.returncode == 0, result.stderr
+    assert "train.log_every was 10 and is now 2" in result.stdout
+
+
+def test_a_disk_that_fills_up_keeps_what_there_was(home):
+    # A limit on the size of files stands for a disk that fills up during the save. (The storage layer's own threads
+    # complain at length; the sentence comes last.)
+    code = (
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        f"sys.argv = ['train.py', {str(home / 'tiny.toml')!r}, '--run', {str(home / 'run')!r}, '--train.steps', '6']\n"
+        f"runpy.run_path({str(ROOT / 'scripts' / 'train.py')!r}, run_name='__main__')\n"
+    )
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240, env=environment
+    )
+    assert result.returncode == 1
+    assert "error: the checkpoint of step 6 could not be written" in result.stderr
+    assert "The one of step 4 is kept" in result.stderr
+    again = script("train", home / "tiny.toml", "--run", home / "run", "--train.steps", 6)
+    assert again.returncode == 0, again.stderr
+    assert "goes on from step 4" in again.stdout
