@@ -4,6 +4,7 @@
 does not depend on flax's own types.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ def _make(model: ModelConfig, mixer: MixerConfig, seed: int) -> Transformer:
     return Transformer(model, mixer, rngs=nnx.Rngs(params=keys[0], blocks=keys[1], mixer=keys[2]))
 
 
+@functools.cache
 def model_graph(model: ModelConfig, mixer: MixerConfig) -> nnx.GraphDef[Transformer]:
     """The model's structure. Computes no parameter."""
     return nnx.split(nnx.eval_shape(lambda: _make(model, mixer, 0)), nnx.Param)[0]

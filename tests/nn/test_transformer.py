@@ -45,7 +45,6 @@ def assert_same(a, b, rtol):
         ("ldm", {"remat": Remat.DOTS}),
         ("ldm", {"remat": Remat.BLOCK, "scan": False}),
         ("ldm-other", {"scan": False}),
-        ("preln", {"scan": False}),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from ldm_jax.config import Config, DataConfig, ModelConfig, TrainConfig
-from ldm_jax.mixers import LDMConfig, MixerConfig
+from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
 from ldm_jax.train.loop import train
 
 
@@ -27,6 +27,11 @@ def tiny(path, **train_options):
         DataConfig(path=str(path), context=16, validation_fraction=0.2),
         TrainConfig(**{"warmup_steps": 2, "sample_tokens": 5, "validation_windows": 4, **options}),
     )
+
+
+def without_memory(config):
+    """Half as long to compile."""
+    return dataclasses.replace(config, mixer=MixerConfig(MixerKind.PRELN))
 
 
 def with_train(config, **options):

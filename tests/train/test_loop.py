@@ -155,7 +155,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
 
 def test_a_full_disk_is_seen_before_it_is_written_to(corpus, tmp_path, monkeypatch):
     config, path = tiny(corpus), tmp_path / "run"
-    quietly(with_train(config, steps=4), path)
+    run_and_stop(config, path, 5)
     usage = shutil.disk_usage(path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
     words = r"step 6 could not be written .* the disk has 1\.0 MB left\. The one of step 4 is kept\. Free some space"
@@ -187,8 +187,8 @@ def test_what_is_no_run_is_not_loaded(tmp_path, corpus):
 
 def test_a_changed_corpus_is_told(unbroken, tmp_path):
     corpus = make_corpus(tmp_path / "corpus")
-    config, path = tiny(corpus, steps=2), tmp_path / "run"
-    quietly(config, path)
+    config, path = tiny(corpus), tmp_path / "run"
+    run_and_stop(config, path, 3)
     (tmp_path / "corpus" / "new.txt").write_text("more text\n" * 20)
-    _, output = quietly(with_train(config, steps=3), path)
+    _, output = quietly(config, path)
     assert "the corpus is not the one that the run was started on" in output

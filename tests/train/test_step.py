@@ -12,7 +12,7 @@ from ldm_jax.config import Schedule, TrainConfig
 from ldm_jax.nn import model_graph
 from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.optimizer import learning_rate_schedule, matrices
-from runs import tiny, with_train
+from runs import tiny, with_train, without_memory
 
 
 def batch(size=4):
@@ -20,7 +20,7 @@ def batch(size=4):
 
 
 def test_one_update_is_adamw(tmp_path):
-    config = with_train(tiny(tmp_path), clip_norm=0.5, weight_decay=0.3, learning_rate=0.01)
+    config = with_train(without_memory(tiny(tmp_path)), clip_norm=0.5, weight_decay=0.3, learning_rate=0.01)
     state = make_state(config)
     params = jax.tree.map(np.asarray, state.params)
     graph = model_graph(config.model, config.mixer)
@@ -56,7 +56,7 @@ def test_only_matrices_decay(tmp_path):
 
 
 def test_a_batch_in_parts_is_the_batch(tmp_path):
-    config = tiny(tmp_path)
+    config = without_memory(tiny(tmp_path))
     parts = with_train(config, accumulation=2)
     # Two steps: Adam's first is only signs. Sums in another order differ by rounding, which Adam divides by a small
     # root; so the losses and the gradient's norm are compared tightly, the parameters by what a rate of .003 allows.
