@@ -232,3 +232,6 @@ class Config:
 
     def __post_init__(self) -> None:
         check_mixer(self.mixer, self.model.width)
+        # Text is read as bytes; a token past the vocabulary would be looked up as not-a-number.
+        vocabulary = self.model.vocabulary
+        _check(vocabulary >= 256, f"vocabulary is {vocabulary}, but the tokens are bytes: it must be at least 256.")

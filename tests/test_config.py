@@ -54,6 +54,7 @@ def test_defaults_for_what_is_left_out(tmp_path):
         ("[model]\nwidth = 130\nheads = 13\n[mixer.ldm]\ngroups = 4\n", "groups is 4, which does not divide the width"),
         ('[data]\ncorpus = "files"\n', "there is no path"),
         ('[data]\ncorpus = "stdlib"\npath = "x"\n', "corpus is stdlib, which has none"),
+        ("[model]\nvocabulary = 128\n", "vocabulary is 128, but the tokens are bytes"),
         ("[data]\nvalidation_fraction = 1\n", "validation_fraction is 1.0"),
     ],
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from ldm_jax.config import Config
+from ldm_jax.config import AttentionImplementation, Config
 from ldm_jax.config_file import config_to_toml
 from ldm_jax.data import ByteCorpus, load_corpus, spread_windows, training_batches
 from ldm_jax.errors import UserError
@@ -32,6 +32,11 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         UserError: the corpus or the folder does not serve, the disk is full, or a loss is not finite.
     """
     console = console or Console()
+    if config.model.attention is AttentionImplementation.CUDNN and jax.default_backend() != "gpu":
+        raise UserError(
+            f"model.attention is cudnn, but JAX runs on {jax.default_backend()} here: cuDNN needs an NVIDIA GPU. Set "
+            "model.attention to xla."
+        )
     corpus = load_corpus(config.data)
     directory = RunDirectory(path)
     changes = directory.open(config)
@@ -43,7 +48,9 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
                 state, progress = checkpoints.restore(latest, state)
             _introduce(console, config, path, corpus, state, progress, changes)
             if state.step < config.train.steps:
-                state = _Run(config, directory, checkpoints, corpus, console).go(state, progress)
+                run = _Run(config, directory, checkpoints, corpus, console, int(state.step), progress.seconds)
+                with contextlib.closing(run.metrics):
+                    state = run.go(state)
         _sample(config, directory, state, console)
     return state
 
@@ -52,43 +59,50 @@ class _Run:
     """The loop. Metrics are read one step late, so that the device never waits for the host."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, checkpoints: Checkpoints, corpus: ByteCorpus, console: Console
+        self,
+        config: Config,
+        directory: RunDirectory,
+        checkpoints: Checkpoints,
+        corpus: ByteCorpus,
+        console: Console,
+        first: int,
+        seconds: float,
     ):
-        self.config, self.directory, self.checkpoints, self.corpus = config, directory, checkpoints, corpus
+        self.config, self.checkpoints, self.corpus, self.first = config, checkpoints, corpus, first
+        self.metrics = MetricsFile(directory.metrics_file, first)
         self.line = ProgressLine(console, config.train.steps)
         self.tokens_per_step = config.train.batch_size * config.data.context
         self.evaluate = make_evaluate(model_graph(config.model, config.mixer), config.train.batch_size)
         self.validation = spread_windows(corpus.validation, config.data.context, config.train.validation_windows)
+        self.started = time.monotonic() - seconds
+        self.last_log = first, time.monotonic()
 
-    def go(self, state: TrainState, progress: Progress) -> TrainState:
-        config, first = self.config.train, int(state.step)
-        self.first = first
-        self.started, self.last_log = time.monotonic() - progress.seconds, (first, time.monotonic())
-        self.metrics = MetricsFile(self.directory.metrics_file, first)
+    def go(self, state: TrainState) -> TrainState:
+        config = self.config.train
         train_step = make_train_step(self.config)
-        batches = training_batches(self.corpus.train, self.config.data.context, config.batch_size, config.seed, first)
+        batches = training_batches(
+            self.corpus.train, self.config.data.context, config.batch_size, config.seed, self.first
+        )
         unread: tuple[int, StepMetrics] | None = None
-        try:
-            with self.line:
-                for step in range(first + 1, config.steps + 1):
-                    state, metrics = train_step(state, jnp.asarray(next(batches)))
-                    if unread is not None:
-                        self._report(*unread)
-                    unread = step, metrics
-                    validate = step % config.validate_every == 0 or step == config.steps
-                    save = step % config.checkpoint_every == 0 or step == config.steps
-                    if validate or save:
-                        self._report(*unread)
-                        unread = None
-                    if validate:
-                        self._validate(step, state)
-                    if save:
-                        seconds = time.monotonic() - self.started
-                        self.checkpoints.save(step, state, Progress(seconds, self.corpus.fingerprint))
-                    if validate or save:
-                        self.last_log = step, time.monotonic()  # their time is not the steps'
-        finally:
-            self.metrics.close()
+        with self.line:
+            for step in range(self.first + 1, config.steps + 1):
+                state, metrics = train_step(state, jnp.asarray(next(batches)))
+                if unread is not None:
+                    self._report(*unread)
+                unread = step, metrics
+                validate = step % config.validate_every == 0 or step == config.steps
+                save = step % config.checkpoint_every == 0 or step == config.steps
+                if validate or save:
+                    self._report(*unread)
+                    unread = None
+                if validate:
+                    self._validate(step, state)
+                if save:
+                    self.checkpoints.save(
+                        step, state, Progress(time.monotonic() - self.started, self.corpus.fingerprint)
+                    )
+                if validate or save:
+                    self.last_log = step, time.monotonic()  # their time is not the steps'
         return state
 
     def _report(self, step: int, metrics: StepMetrics) -> None:

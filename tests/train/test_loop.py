@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ldm_jax.config import AttentionImplementation, ComputeType
 from ldm_jax.config_file import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerConfig, MixerKind
@@ -121,6 +122,16 @@ def test_a_folder_of_other_files_is_refused(corpus, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(UserError, match="cannot be written: Not a directory"):
         quietly(tiny(corpus), tmp_path / "thesis.tex" / "run")
+
+
+def test_cudnn_without_a_gpu_is_refused(corpus, tmp_path):
+    config = tiny(corpus)
+    model = dataclasses.replace(
+        config.model, attention=AttentionImplementation.CUDNN, compute_dtype=ComputeType.BFLOAT16
+    )
+    with pytest.raises(UserError, match=r"cuDNN needs an NVIDIA GPU\. Set model\.attention to xla"):
+        quietly(dataclasses.replace(config, model=model), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_runs_in_one_folder_are_refused(corpus, tmp_path):
