@@ -1,5 +1,6 @@
 """What the scripts share: flags over a config file, one sentence for an error, a cache of compiled programs."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +17,22 @@ from ldm_jax.errors import UserError
 
 Arguments = TypeVar("Arguments")
 _TYRO = (tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff)
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _boolean(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
+    """true and false, as in TOML; Python's spelling, too."""
+    if info.type is not bool:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        instance_from_str=lambda words: {"true": True, "false": False}[words[0].lower()],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+        choices=("true", "false", "True", "False"),
+    )
 
 
 @dataclass(frozen=True)
@@ -35,25 +52,30 @@ def parse_train_arguments(arguments: list[str]) -> TrainArguments:
     Raises:
         UserError: the config file is missing or wrong.
     """
-    # The file comes first on the command line: its values are the defaults that the flags override.
+    # The file's values are the defaults that the flags override, so it has to be known before they are parsed.
     named = bool(arguments) and not arguments[0].startswith("-")
     config = read_config(Path(arguments[0])) if named else Config()
     file = Path(arguments[0]) if named else tyro.MISSING
     default = TrainArguments(config_file=file, config=config)
     try:
-        return tyro.cli(TrainArguments, args=arguments, default=default, config=_TYRO)
+        parsed = tyro.cli(TrainArguments, args=arguments, default=default, config=_TYRO, registry=_REGISTRY)
     except ValueError as error:  # what concerns several sections is checked last, outside of tyro's reach
         raise UserError(str(error)) from error
+    if not named:
+        raise UserError(f"the config file comes first: train.py {parsed.config_file} --section.field VALUE ...")
+    return parsed
 
 
 def parse(arguments_type: type[Arguments]) -> Arguments:
     """The command line as a dataclass."""
-    return tyro.cli(arguments_type, config=_TYRO)
+    return tyro.cli(arguments_type, config=_TYRO, registry=_REGISTRY)
 
 
 def run_script(main: Callable[[], None]) -> None:
     """Runs a script's main; what a user can mend is printed as one sentence, with exit status 1."""
     use_compilation_cache()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes bytes that no terminal knows
     try:
         main()
     except UserError as error:

@@ -219,6 +219,9 @@ class TrainConfig:
             value = getattr(self, name)
             _check(0 <= value < 1, f"{name} is {value}, but it must lie in [0, 1).")
         _check(bool(self.sample_prompt), 'sample_prompt is empty, but it needs a character, such as "\\n".')
+        is_text = not any("\ud800" <= character <= "\udfff" for character in self.sample_prompt)
+        _check(is_text, f"sample_prompt is {self.sample_prompt!a}, which is not text.")
+        _check(self.seed < 2**32, f"seed is {self.seed}, but it must be less than 2^32.")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import tyro
 
 from ldm_jax.cli import parse, run_script
 from ldm_jax.data import load_corpus, spread_windows
+from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate
 from ldm_jax.mixers import MixerKind, without_reads
 from ldm_jax.train import load_run
@@ -27,10 +28,15 @@ class Arguments:
 def main() -> None:
     """Parses and prints."""
     arguments = parse(Arguments)
+    for name in ("windows", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
     run = load_run(arguments.run)
     corpus = load_corpus(run.config.data)
-    windows = spread_windows(corpus.validation, run.config.data.context, max(arguments.windows, 1))
-    evaluate = make_evaluate(run.graph, max(arguments.batch_size, 1))
+    if corpus.fingerprint != run.corpus:
+        print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")
+    windows = spread_windows(corpus.validation, run.config.data.context, arguments.windows)
+    evaluate = make_evaluate(run.graph, arguments.batch_size)
 
     def show(name: str, params: object) -> float:
         result = evaluate(params, windows)

@@ -32,7 +32,7 @@ def main() -> None:
     """Parses and prints."""
     arguments = parse(Arguments)
     run = load_run(arguments.run)
-    prompt = arguments.prompt.encode()
+    prompt = arguments.prompt.encode(errors="surrogateescape")  # bytes that are no text reach us so
     try:
         text = generate(
             run.graph, run.params, prompt, arguments.tokens, run.config.data.context,

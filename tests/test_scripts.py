@@ -95,6 +95,8 @@ def test_help_shows_every_field():
         (["{home}/tiny.toml", "--run", "{home}"], "holds other files"),
         (["{home}/tiny.toml", "--run", "{home}/run", "--mixer.kind", "preln"], "holds another model"),
         ([], "required"),
+        (["--model.depth", "1", "{home}/tiny.toml"], "the config file comes first"),
+        (["{home}/tiny.toml", "--model.scan", "no"], "invalid choice 'no'"),
     ],
 )
 def test_wrong_input_is_one_sentence(home, arguments, words):
@@ -112,8 +114,30 @@ def test_no_run_is_one_sentence(home, name):
     assert "holds no run" in result.stderr
 
 
-def test_underscores_in_flags(home):
-    result = script("train", home / "tiny.toml", "--train.log_every", "2", "--run", home / "run")
+def test_sample_of_bytes_that_are_no_text_in_a_terminal_that_knows_ascii(home):
+    result = script("sample", home / "run", "--prompt", "\udcff", "--tokens", 9, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "words"),
+    [
+        ("sample", "--temperature=nan", "temperature is nan"),
+        ("sample", "--seed=99999999999999999999", "seed is 99999999999999999999"),
+        ("sample", "--tokens=0", "count is 0"),
+        ("evaluate", "--windows=-3", "windows is -3"),
+    ],
+)
+def test_inadmissible_numbers_are_one_sentence(home, name, flag, words):
+    result = script(name, home / "run", flag)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+
+
+def test_underscores_and_lower_case_booleans_in_flags(home):
+    flags = ["--train.log_every", "2", "--model.scan", "true"]
+    result = script("train", home / "tiny.toml", *flags, "--run", home / "run")
     assert result.returncode == 0, result.stderr
     assert "train.log_every was 10 and is now 2" in result.stdout
 

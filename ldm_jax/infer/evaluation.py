@@ -34,10 +34,7 @@ def make_evaluate(
 
     @jax.jit
     def losses(params: object, windows: Int[Array, "b T_and_next"]) -> Float[Array, " b"]:
-        def one(window: Int[Array, " T_and_next"]) -> Float[Array, ""]:
-            return nnx.merge(graph, params).loss(window[None, :-1], window[None, 1:])
-
-        return jax.vmap(one)(windows)
+        return jnp.mean(nnx.merge(graph, params).token_losses(windows[:, :-1], windows[:, 1:]), axis=1)
 
     def evaluate(params: object, windows: Int[np.ndarray, "windows T_and_next"]) -> Evaluation:
         count = len(windows)

@@ -62,14 +62,16 @@ def generate(
         seed: of the draws.
 
     Raises:
-        ValueError: an empty prompt, a count below 1 or a negative temperature.
+        ValueError: an empty prompt, a count below 1, or an inadmissible temperature or seed.
     """
     if not prompt:
         raise ValueError('the prompt is empty, but it needs at least one byte, such as "\\n".')
     if count < 1:
         raise ValueError(f"count is {count}, but it must be at least 1.")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, but it must not be negative.")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, but it must be finite and not negative.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}, but it must lie in [0, 2^32).")
     seen = np.frombuffer(prompt, np.uint8)[-context:]
     window = np.zeros(context, np.int32)
     window[: len(seen)] = seen

@@ -36,12 +36,14 @@ def check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> 
 
 def check_alpha(alpha: Any, dtype: DType) -> None:
     """Raises ValueError if alpha is at hand and not positive and finite in this type."""
+    check_shape("alpha", alpha, (), "")
     _check(alpha, dtype, lambda x: (x > 0) & np.isfinite(x), "alpha", "must be positive and finite")
 
 
 def check_forgetting(forgetting: Any, dtype: DType) -> None:
     """Raises ValueError if forgetting is at hand and outside (0, 1] in this type."""
-    _check(forgetting, dtype, lambda x: (x > 0) & (x <= 1), "forgetting", "must lie in (0, 1]; 1 forgets nothing")
+    tiny = jnp.finfo(dtype).tiny  # smaller ones are taken for 0 where the hardware has no subnormal numbers
+    _check(forgetting, dtype, lambda x: (x >= tiny) & (x <= 1), "forgetting", "must lie in (0, 1]; 1 forgets nothing")
 
 
 def check_importance(importance: Any, dtype: DType) -> None:

@@ -53,7 +53,7 @@ def checked_observations(observations: Observation) -> tuple[Observation, int, i
     checks.check_shape("forgetting", forgetting, (depth,), "N")
     checks.check_shape("importance", importance, (depth,), "N")
     with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(jnp.float16, *observations)  # float16 makes a floating type of integers
+        dtype = jnp.result_type(jnp.float32, *observations)
     checks.check_forgetting(forgetting, dtype)
     checks.check_importance(importance, dtype)
     return Observation(*(jnp.asarray(part, dtype) for part in observations)), value_dim, key_dim

@@ -52,7 +52,8 @@ def solve_depth_regression(observations: Observation, alpha: ScalarLike) -> Stat
 
         A = sum_i w_i k_i k_i' + w I        M = (sum_i w_i v_i k_i') A^-1        P = A^-1
 
-    with the weights of `J`. Differentiable; in the observations' type (give it float64 to use it as an oracle).
+    with the weights of `J`. Differentiable; in the observations' type, at least float32 (give it
+    float64 to use it as an oracle).
     Returns `M` `[V, K]` and `P` `[K, K]`. Arguments and errors as in `regression_objective`.
     """
     observations, _, key_dim = checked_observations(observations)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.typing import Hidden, Scalar, Tokens
+from ldm_jax.typing import Hidden, Tokens
 
 
 def chunked_cross_entropy(
@@ -15,11 +15,11 @@ def chunked_cross_entropy(
     targets: Tokens,
     logits: Callable[[Float[Array, "chunk D"]], Float[Array, "chunk S"]],
     chunk: int,
-) -> Scalar:
-    """The mean of `-log softmax(logits(h_t))[target_t]` over all tokens, in nats, float32.
+) -> Float[Array, "B T"]:
+    """`-log softmax(logits(h_t))[target_t]` of every token, in nats, float32.
 
     Logits exist for `chunk` tokens at a time, forward and backward: they are recomputed, not saved. If `chunk` does
-    not divide the number of tokens, the last chunk is filled up with tokens that count nothing.
+    not divide the number of tokens, the last chunk is filled up with tokens that are thrown away.
 
     Args:
         hidden: what the head is given, `[B, T, D]`.
@@ -31,15 +31,15 @@ def chunked_cross_entropy(
     chunk = min(chunk, tokens)
     padding = -tokens % chunk
     flat = jnp.pad(hidden.reshape(tokens, -1), ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
-    labels = jnp.pad(targets.reshape(tokens), (0, padding), constant_values=-1).reshape(-1, chunk)
+    labels = jnp.pad(targets.reshape(tokens), (0, padding)).reshape(-1, chunk)
 
     @jax.checkpoint
-    def chunk_loss(h: Float[Array, "chunk D"], label: Int[Array, " chunk"]) -> Scalar:
+    def chunk_losses(h: Float[Array, "chunk D"], label: Int[Array, " chunk"]) -> Float[Array, " chunk"]:
         scores = logits(h).astype(jnp.float32)
-        losses = optax.losses.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(label, 0))
-        return jnp.sum(jnp.where(label >= 0, losses, 0.0))
+        return optax.losses.softmax_cross_entropy_with_integer_labels(scores, label)
 
     if flat.shape[0] == 1:
-        return chunk_loss(flat[0], labels[0]) / tokens
-    total, _ = jax.lax.scan(lambda total, xs: (total + chunk_loss(*xs), None), jnp.float32(0), (flat, labels))
-    return total / tokens
+        losses = chunk_losses(flat[0], labels[0])
+    else:
+        losses = jax.lax.map(lambda part: chunk_losses(*part), (flat, labels))
+    return losses.reshape(-1)[:tokens].reshape(targets.shape)

@@ -46,9 +46,13 @@ class Transformer(nnx.Module):
         """Scores of the next token at every position, `[B, T, S]`, float32."""
         return self.logits(self.hidden(tokens)).astype(jnp.float32)
 
-    def loss(self, tokens: Tokens, targets: Tokens) -> Scalar:
-        """Mean cross-entropy of the targets in nats per token, float32; the logits are never whole in memory."""
+    def token_losses(self, tokens: Tokens, targets: Tokens) -> Float[Array, "B T"]:
+        """Cross-entropy of every target in nats, float32; the logits are never whole in memory."""
         return chunked_cross_entropy(self.hidden(tokens), targets, self.logits, self.config.loss_chunk)
+
+    def loss(self, tokens: Tokens, targets: Tokens) -> Scalar:
+        """The mean of `token_losses`."""
+        return jnp.mean(self.token_losses(tokens, targets))
 
     def _apply_blocks(self, state: MixerState) -> MixerState:
         def body(state: MixerState, block: Block) -> tuple[MixerState, None]:

@@ -46,7 +46,8 @@ class Checkpoints:
         )
         try:
             self._check_space(state)
-            self._manager.save(step, args=items)
+            if not self._manager.save(step, args=items):
+                raise OSError(f"the folder has a checkpoint of step {self.latest_step()} already")
         except Exception as error:  # the storage layer raises types of its own
             kept = self.latest_step()
             raise UserError(

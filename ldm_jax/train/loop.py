@@ -69,10 +69,11 @@ class _Run:
         seconds: float,
     ):
         self.config, self.checkpoints, self.corpus, self.first = config, checkpoints, corpus, first
-        self.metrics = MetricsFile(directory.metrics_file, first)
+        self.metrics = MetricsFile(directory.metrics_file, first, config.train.checkpoint_every)
         self.line = ProgressLine(console, config.train.steps)
         self.tokens_per_step = config.train.batch_size * config.data.context
-        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), config.train.batch_size)
+        at_a_time = config.train.batch_size // config.train.accumulation
+        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), at_a_time)
         self.validation = spread_windows(corpus.validation, config.data.context, config.train.validation_windows)
         self.started = time.monotonic() - seconds
         self.last_log = first, time.monotonic()
@@ -97,6 +98,8 @@ class _Run:
                     unread = None
                 if validate:
                     self._validate(step, state)
+                elif save:
+                    self._check_params(step, state)
                 if save:
                     self.checkpoints.save(
                         step, state, Progress(time.monotonic() - self.started, self.corpus.fingerprint)
@@ -109,12 +112,7 @@ class _Run:
         """Checks the step and, where it is due, logs it."""
         loss, grad_norm, rate = (float(metric) for metric in metrics)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            kept = self.checkpoints.latest_step()
-            raise UserError(
-                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}, so the run stops. "
-                + (f"The checkpoint of step {kept} is kept." if kept is not None else "There is no checkpoint yet.")
-                + " Lower train.learning_rate or train.clip_norm and start again."
-            )
+            self._stop(f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}")
         now = time.monotonic()
         since, then = self.last_log
         if step % self.config.train.log_every:
@@ -135,8 +133,24 @@ class _Run:
         self.line.show(row, seconds_per_step)
         self.last_log = step, now
 
+    def _stop(self, why: str) -> None:
+        kept = self.checkpoints.latest_step()
+        raise UserError(
+            f"{why}, so the run stops. "
+            + (f"The checkpoint of step {kept} is kept." if kept is not None else "There is no checkpoint yet.")
+            + " Lower train.learning_rate or train.clip_norm and start again."
+        )
+
+    def _check_params(self, step: int, state: TrainState) -> None:
+        """A finite loss can be followed by a ruinous update: what is saved has to give a finite loss itself."""
+        loss = self.evaluate(state.params, self.validation[: self.config.train.batch_size]).loss
+        if not math.isfinite(loss):
+            self._stop(f"step {step}: the update has made the loss {loss}")
+
     def _validate(self, step: int, state: TrainState) -> None:
         result = self.evaluate(state.params, self.validation)
+        if not math.isfinite(result.loss):
+            self._stop(f"step {step}: the update has made the validation loss {result.loss}")
         bits = result.bits_per_byte
         self.metrics.write({"step": step, "validation_loss": result.loss, "validation_bits_per_byte": bits})
         self.line.note(f"step {step}: validation loss {result.loss:.4f} nats a token, {bits:.4f} bits a byte")

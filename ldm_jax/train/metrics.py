@@ -11,13 +11,22 @@ Row = Mapping[str, int | float]
 
 
 def read_metrics(path: Path) -> list[dict[str, int | float]]:
-    """The rows of a file, in order; a last line that was cut off by a kill is left out. No file: no rows."""
+    """The rows of a file, in order; a last line that was cut off by a kill is left out. No file: no rows.
+
+    Raises:
+        UserError: another line is not a row.
+    """
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines) or line.endswith(b"\n"):
+            raise UserError(f"line {number} of {path} is no row of metrics: mend it, or move the file away.")
     return rows
 
 
@@ -25,13 +34,19 @@ class MetricsFile:
     """Appends rows to a file, after the rows that a resumed run had written past its checkpoint are taken out.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or the run starts anew but its rows say that it had checkpoints.
     """
 
-    def __init__(self, path: Path, step: int):
-        rows = [row for row in read_metrics(path) if row["step"] <= step]
+    def __init__(self, path: Path, step: int, checkpoint_every: int):
+        rows = read_metrics(path)
+        if step == 0 and rows and rows[-1]["step"] > checkpoint_every:
+            raise UserError(
+                f"{path} has rows up to step {rows[-1]['step']}, but the run's checkpoints are gone: move the file "
+                "away to start anew, or give another --run."
+            )
+        kept = [row for row in rows if row["step"] <= step]
         try:
-            write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from error

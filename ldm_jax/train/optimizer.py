@@ -19,7 +19,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
         case Schedule.COSINE:
             after = optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1), config.final_learning_rate)
         case Schedule.CONSTANT:
-            decay = max(round(config.decay_fraction * config.steps), 1)
+            decay = max(min(round(config.decay_fraction * config.steps), config.steps - warmup), 1)
             after = optax.linear_schedule(peak, end, decay, max(config.steps - warmup - decay, 0))
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup])

@@ -11,6 +11,8 @@ from ldm_jax.files import write_atomically
 
 FIXED_IN_TRAIN = ("batch_size", "seed")  # with these the order of the data would change
 
+MARK = "# The whole config of this run, written by ldm_jax.\n"
+
 
 class RunDirectory:
     """A folder that holds one run; locked from `open` to `close`."""
@@ -36,7 +38,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._acquire()
             changes = self._compare(config)
-            write_atomically(self.config_file, config_to_toml(config))
+            write_atomically(self.config_file, MARK + config_to_toml(config))
         except OSError as error:
             self.close()
             raise UserError(f"the run directory {self.path} cannot be written: {error.strerror}.") from error
@@ -52,8 +54,9 @@ class RunDirectory:
             self._lock = None
 
     def _acquire(self) -> None:
-        foreign = [entry.name for entry in self.path.iterdir() if not entry.name.startswith((".lock", "config.toml"))]
-        if foreign and not self.config_file.exists():
+        ours = {".lock", "config.toml.tmp"}  # what a start that was killed can leave
+        foreign = [entry.name for entry in self.path.iterdir() if entry.name not in ours]
+        if foreign and not _is_run(self.path):
             raise UserError(
                 f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}) and no run: give another --run."
             )
@@ -84,13 +87,19 @@ class RunDirectory:
         return _differences("train", stored.train, config.train)
 
 
+def _is_run(path: Path) -> bool:
+    """Whether the folder's config was written by `open`, not by a user."""
+    file = path / "config.toml"
+    return file.is_file() and file.read_bytes().startswith(MARK.encode())
+
+
 def stored_config(path: Path) -> Config:
     """The config of the run in a folder.
 
     Raises:
         UserError: the folder holds no run.
     """
-    if not (path / "config.toml").exists():
+    if not _is_run(path):
         raise UserError(f"{path} holds no run: give a folder that scripts/train.py has written.")
     return read_config(path / "config.toml")
 

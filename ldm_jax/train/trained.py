@@ -20,6 +20,8 @@ class TrainedRun(NamedTuple):
     step: int
     graph: nnx.GraphDef[Transformer]
     params: Params
+    corpus: str
+    """Fingerprint of the corpus that it was trained on."""
 
 
 def load_run(path: Path) -> TrainedRun:
@@ -34,7 +36,7 @@ def load_run(path: Path) -> TrainedRun:
         step = checkpoints.latest_step()
         if step is None:
             raise UserError(f"the run in {path} has no checkpoint yet: the first comes with train.checkpoint_every.")
-        state, _ = checkpoints.restore(step, make_state(config))
+        state, progress = checkpoints.restore(step, make_state(config))
     finally:
         checkpoints.close()
-    return TrainedRun(config, step, model_graph(config.model, config.mixer), state.params)
+    return TrainedRun(config, step, model_graph(config.model, config.mixer), state.params, progress.corpus)

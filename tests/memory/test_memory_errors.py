@@ -279,3 +279,13 @@ def test_oracle_takes_numbers_of_another_type(x64):
     M, P = solve_depth_regression(observations, np.float64(1.0))
     assert M.dtype == P.dtype == jnp.float32
     assert regression_objective(np.zeros((4, 3)), observations, np.float64(1.0)) == 8.0
+
+
+def test_alpha_is_one_number():
+    with pytest.raises(ValueError, match=r"alpha has shape \(2,\)"):
+        init_state(3, 2, np.ones(2))
+
+
+def test_forgetting_that_some_hardware_takes_for_zero():
+    with pytest.raises(ValueError, match="forgetting is 1e-39"):
+        rls_write(*init_state(1, 1, 1.0), Observation(np.ones(1), np.ones(1), 1e-39, 1.0))

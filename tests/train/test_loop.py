@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from ldm_jax.config import AttentionImplementation, ComputeType
-from ldm_jax.config_file import read_config
+from ldm_jax.config_file import config_to_toml, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.train import load_run, loop
-from ldm_jax.train.metrics import read_metrics
+from ldm_jax.train.metrics import MetricsFile, read_metrics
 from runs import assert_same_bits, make_corpus, quietly, tiny, with_train
 
 
@@ -186,6 +186,54 @@ def test_a_torn_line_of_metrics_is_left_out(unbroken, tmp_path):
     quietly(config, path)
     assert losses(path) == losses(unbroken[1])
     assert all(json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("line", ["{garb", "5", '{"loss": 1}', "\udcff"])
+def test_a_wrong_line_of_metrics_loses_nothing(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', errors="surrogateescape")
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is no row"):
+        MetricsFile(path, 1, 1)
+    assert path.read_bytes() == before
+
+
+def test_rows_without_their_checkpoints_are_not_thrown_away(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}\n{"step": 20}\n')
+    with pytest.raises(UserError, match=r"rows up to step 20, but the run's checkpoints are gone"):
+        MetricsFile(path, 0, 10)
+    MetricsFile(path, 0, 25).close()  # killed before its first checkpoint: the run starts anew
+    assert path.read_text() == ""
+
+
+def test_a_ruinous_update_is_not_saved(corpus, tmp_path, monkeypatch):
+    # The losses of the first four steps are finite, and so are the numbers that the fourth update leaves.
+    whole = loop.make_train_step
+
+    def ruinous(config):
+        step = whole(config)
+
+        def ruin(state, batch):
+            last = int(state.step) == 3
+            state, metrics = step(state, batch)
+            factor = 1e30 if last else 1.0
+            return state._replace(params=jax.tree.map(lambda x: x * factor, state.params)), metrics
+
+        return ruin
+
+    monkeypatch.setattr(loop, "make_train_step", ruinous)
+    with pytest.raises(UserError, match=r"step 4: the update has made the loss .* The checkpoint of step 2 is kept"):
+        quietly(tiny(corpus), tmp_path / "run")
+    assert load_run(tmp_path / "run").step == 2
+
+
+def test_a_users_config_is_not_overwritten(corpus, tmp_path):
+    config = tiny(corpus)
+    (tmp_path / "config.toml").write_text("# mine\n" + config_to_toml(config))
+    with pytest.raises(UserError, match=r"holds other files \(config\.toml\)"):
+        quietly(config, tmp_path)
+    assert (tmp_path / "config.toml").read_text().startswith("# mine")
 
 
 def test_what_is_no_run_is_not_loaded(tmp_path, corpus):

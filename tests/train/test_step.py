@@ -91,6 +91,11 @@ def test_rate_by_step():
     )
     np.testing.assert_allclose([constant(t) for t in (0, 9, 50, 80, 90, 100)], [0.1, 1, 1, 1, 0.5, 0], atol=1e-6)
 
+    crowded = learning_rate_schedule(  # a decay that would begin before the warm-up's end begins there
+        TrainConfig(steps=100, warmup_steps=50, learning_rate=1.0, schedule=Schedule.CONSTANT, decay_fraction=0.8)
+    )
+    np.testing.assert_allclose([crowded(t) for t in (49, 75, 100)], [1.0, 0.55, 0.1], atol=1e-6)
+
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 50), (3, 3), (10, 0)])
