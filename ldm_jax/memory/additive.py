@@ -5,8 +5,7 @@ Both leave `P` as it is, so `init_state` starts them, too. One token, one group.
 
 import jax.numpy as jnp
 
-from ldm_jax.memory import checks
-from ldm_jax.memory.observation import Observation, checked_observation
+from ldm_jax.memory.observation import Observation, checked_arguments
 from ldm_jax.memory.rls import apply_matrix
 from ldm_jax.typing import InverseCovarianceLike, MemoryLike, State
 
@@ -17,9 +16,8 @@ def additive_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
     With forgetting and importance 1 it is `V'K`: the regression's solution with the Gram matrix of the keys taken for
     the identity. Shapes and errors as in `rls_correction`.
     """
-    checks.check_state(memory, inverse_covariance)
-    memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
-    key, value, forgetting, importance = checked_observation(obs, memory)
+    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
+    key, value, forgetting, importance = obs
     return forgetting * memory + importance * jnp.outer(value, key), inverse_covariance
 
 
@@ -30,9 +28,8 @@ def delta_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, o
     length it must lie in [0, 1], a larger one overshoots, and one of 2 or more diverges on a repeated key; this is
     not checked. Shapes and errors as in `rls_correction`.
     """
-    checks.check_state(memory, inverse_covariance)
-    memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
-    key, value, forgetting, importance = checked_observation(obs, memory)
+    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
+    key, value, forgetting, importance = obs
     faded = forgetting * memory
     error = value - apply_matrix(faded, key)
     return faded + importance * jnp.outer(error, key), inverse_covariance

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
+from ldm_jax.typing import InverseCovariance, InverseCovarianceLike, Memory, MemoryLike
 
 
 class Observation(NamedTuple):
@@ -26,8 +27,12 @@ class Observation(NamedTuple):
     """`beta >= 0`: the weight of this observation's squared error."""
 
 
-def checked_observation(observation: Observation, memory: Array) -> Observation:
-    """The observation in the type of `memory` `[V, K]`, its shapes (and its numbers, where at hand) checked."""
+def checked_arguments(
+    memory: MemoryLike, inverse_covariance: InverseCovarianceLike, observation: Observation
+) -> tuple[Memory, InverseCovariance, Observation]:
+    """A write's arguments as arrays of the state's type, their shapes (and numbers, where at hand) checked."""
+    checks.check_state(memory, inverse_covariance)
+    memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
     value_dim, key_dim = memory.shape
     key, value, forgetting, importance = observation
     checks.check_shape("the key", key, (key_dim,), "K")
@@ -36,7 +41,8 @@ def checked_observation(observation: Observation, memory: Array) -> Observation:
     checks.check_shape("importance", importance, (), "")
     checks.check_forgetting(forgetting, memory.dtype)
     checks.check_importance(importance, memory.dtype)
-    return Observation(*(jnp.asarray(part, memory.dtype) for part in observation))
+    observation = Observation(*(jnp.asarray(part, memory.dtype) for part in observation))
+    return memory, inverse_covariance, observation
 
 
 def checked_observations(observations: Observation) -> tuple[Observation, int, int]:

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
-from ldm_jax.memory.observation import Observation, checked_observation
+from ldm_jax.memory.observation import Observation, checked_arguments
 from ldm_jax.typing import (
     DType,
     InverseCovariance,
     InverseCovarianceLike,
     Key,
     KeyLike,
-    Memory,
     MemoryLike,
     Scalar,
     ScalarLike,
@@ -92,7 +91,7 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
         ValueError: a wrong shape; outside a trace, forgetting outside (0, 1] or importance negative or not finite.
         TypeError: M and P of different types.
     """
-    memory, inverse_covariance, obs = _checked(memory, inverse_covariance, obs)
+    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     u = apply_matrix(symmetric(inverse_covariance), obs.key)
     return Correction(
         error=obs.value - apply_matrix(memory, obs.key),
@@ -108,7 +107,7 @@ def rls_apply(
 
     Shapes and errors as in `rls_correction`.
     """
-    memory, inverse_covariance, obs = _checked(memory, inverse_covariance, obs)
+    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     e, u, s = correction
     gain = obs.importance / s
     return (
@@ -125,7 +124,7 @@ def rls_undo(
     It divides by nothing but `s >= lambda`. In float32 `P` comes back to about 1e-7 relative, `M` to about 1e-7 of
     the largest `|M|` over depth. Shapes and errors as in `rls_correction`.
     """
-    memory, inverse_covariance, obs = _checked(memory, inverse_covariance, obs)
+    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     e, u, s = correction
     gain = obs.importance / s
     return (
@@ -157,11 +156,3 @@ def rls_read(memory: MemoryLike, query: KeyLike) -> Value:
     memory = jnp.asarray(memory)
     checks.check_shape("the query", query, (memory.shape[1],), "K")
     return apply_matrix(memory, jnp.asarray(query, memory.dtype))
-
-
-def _checked(
-    memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation
-) -> tuple[Memory, InverseCovariance, Observation]:
-    checks.check_state(memory, inverse_covariance)
-    memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
-    return memory, inverse_covariance, checked_observation(obs, memory)

@@ -9,10 +9,9 @@ forgetting and importance.
 
 import jax.numpy as jnp
 
-from ldm_jax.memory import checks
-from ldm_jax.memory.observation import Observation, checked_observation
+from ldm_jax.memory.observation import Observation, checked_arguments
 from ldm_jax.memory.rls import Correction, apply_matrix, init_state
-from ldm_jax.typing import DType, InverseCovariance, InverseCovarianceLike, Memory, MemoryLike, ScalarLike, State
+from ldm_jax.typing import DType, InverseCovarianceLike, MemoryLike, ScalarLike, State
 
 
 def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
@@ -29,7 +28,7 @@ def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: 
 
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
-    memory, factor, obs = _checked(memory, factor, obs)
+    memory, factor, obs = checked_arguments(memory, factor, obs)
     f = apply_matrix(factor.T, obs.key)
     return Correction(
         error=obs.value - apply_matrix(memory, obs.key),
@@ -45,7 +44,7 @@ def sqrt_rls_apply(
 
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
-    memory, factor, obs = _checked(memory, factor, obs)
+    memory, factor, obs = checked_arguments(memory, factor, obs)
     e, u, s = correction
     f = apply_matrix(factor.T, obs.key)
     step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
@@ -61,7 +60,7 @@ def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction:
     The later factor gives `f = sqrt(s) S'k`; then `S <- sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))` and
     `M <- M - (beta/s) e u'`. Shapes and errors as in `rls_correction`, with S in the place of P.
     """
-    memory, factor, obs = _checked(memory, factor, obs)
+    memory, factor, obs = checked_arguments(memory, factor, obs)
     e, u, s = correction
     f = jnp.sqrt(s) * apply_matrix(factor.T, obs.key)
     step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
@@ -77,11 +76,3 @@ def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Obser
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     return sqrt_rls_apply(memory, factor, sqrt_rls_correction(memory, factor, obs), obs)
-
-
-def _checked(
-    memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation
-) -> tuple[Memory, InverseCovariance, Observation]:
-    checks.check_state(memory, factor)
-    memory, factor = jnp.asarray(memory), jnp.asarray(factor)
-    return memory, factor, checked_observation(obs, memory)
