@@ -169,7 +169,7 @@ class TrainConfig:
     learning_rate: float = 3e-3
     """The highest rate, at the end of the warm-up."""
     warmup_steps: int = 50
-    """Updates over which the rate rises linearly from 0."""
+    """Updates over which the rate rises linearly from 0; at most half of the steps."""
     schedule: Schedule = Schedule.COSINE
     """cosine: falls along half a cosine until the last step. constant: stays, then falls linearly."""
     decay_fraction: float = 0.2

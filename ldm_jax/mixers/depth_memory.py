@@ -108,6 +108,7 @@ class Reader(nnx.Module):
 
     def __call__(self, state: MemoryState, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         """The readout for a context `h`, concatenated over the groups, in the context's type."""
+        check_memory(state, context, self.config)
         latent = self.latent(self.norm(context)).astype(jnp.float32)
         query = _keys(self.query(latent), self.config.groups, self.config)
         scale = self.gain[...] * jax.nn.sigmoid(self.gate(latent))
@@ -135,6 +136,7 @@ class Writer(nnx.Module):
     ) -> MemoryState:
         """The state that has the output written into it."""
         config = self.config
+        check_memory(state, output, config)
         latent = self.latent(output).astype(jnp.float32)
         keys = _keys(self.key(latent), 1 if config.shared_key else config.groups, config)
         bound = jax.nn.sigmoid if config.write is Write.DELTA else jax.nn.softplus
@@ -202,6 +204,16 @@ def check_width(width: int, config: DepthMemoryConfig) -> None:
     """Raises ValueError unless the groups divide the width."""
     if width % config.groups:
         raise ValueError(f"groups is {config.groups}, which does not divide the width {width}.")
+
+
+def check_memory(state: MemoryState, x: Float[Array, "*tokens D"], config: DepthMemoryConfig) -> None:
+    """Raises ValueError unless the state is the one of these tokens, this width and these options."""
+    expected = (*x.shape[:-1], config.groups, x.shape[-1] // config.groups, config.key_dim)
+    if state.memory.shape != expected:
+        raise ValueError(
+            f"the memory has shape {state.memory.shape}, but for tokens {x.shape[:-1]} of width {x.shape[-1]} it must "
+            f"have {expected}: start it with init_memory(h.shape[:-1], width, config), the config of the DepthMemory."
+        )
 
 
 def _latent(width: int, latent_dim: int, dtype: DType, rngs: nnx.Rngs) -> nnx.Linear:

@@ -41,6 +41,8 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     directory = RunDirectory(path)
     changes = directory.open(config)
     with contextlib.closing(directory):
+        if not directory.config_file.exists():
+            directory.store(config)  # before the folder holds anything else, so that it is known for a run
         checkpoints = Checkpoints(directory.checkpoints, config.train.keep_checkpoints)
         with contextlib.closing(checkpoints):
             state, progress = make_state(config), Progress(0.0, corpus.fingerprint)
@@ -48,6 +50,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
                 state, progress = checkpoints.restore(latest, state)
             _introduce(console, config, path, corpus, state, progress, changes)
             if state.step < config.train.steps:
+                directory.store(config)
                 run = _Run(config, directory, checkpoints, corpus, console, int(state.step), progress.seconds)
                 with contextlib.closing(run.metrics):
                     state = run.go(state)
@@ -115,7 +118,7 @@ class _Run:
             self._stop(f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}")
         now = time.monotonic()
         since, then = self.last_log
-        if step % self.config.train.log_every:
+        if step % self.config.train.log_every and step < self.config.train.steps:
             if step == self.first + 1:
                 self.last_log = step, now  # from here on nothing is compiled
             return

@@ -14,7 +14,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     At step 0 the rate is already `1 / warmup_steps` of the highest, so that the first update moves.
     """
     peak, end = config.learning_rate, config.learning_rate * config.final_learning_rate
-    warmup = min(config.warmup_steps, config.steps)
+    warmup = min(config.warmup_steps, config.steps // 2)
     match config.schedule:
         case Schedule.COSINE:
             after = optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1), config.final_learning_rate)

@@ -26,7 +26,7 @@ class RunDirectory:
         self._lock = None
 
     def open(self, config: Config) -> list[str]:
-        """Makes the folder, or finds the same run in it; stores the config. Returns what changed since, in sentences.
+        """Makes the folder, or finds the same run in it. Returns what changed since, in phrases.
 
         The model, the mixer and the data of a run cannot change, nor what the order of its data depends on; the rest
         of `train` can.
@@ -37,15 +37,20 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._acquire()
-            changes = self._compare(config)
-            write_atomically(self.config_file, MARK + config_to_toml(config))
+            return self._compare(config)
         except OSError as error:
             self.close()
             raise UserError(f"the run directory {self.path} cannot be written: {error.strerror}.") from error
         except UserError:
             self.close()
             raise
-        return changes
+
+    def store(self, config: Config) -> None:
+        """Stores the config that the run goes on with. Raises UserError if it cannot be written."""
+        try:
+            write_atomically(self.config_file, MARK + config_to_toml(config))
+        except OSError as error:
+            raise UserError(f"{self.config_file} cannot be written: {error.strerror}.") from error
 
     def close(self) -> None:
         """Lets other processes have the folder."""
@@ -88,7 +93,7 @@ class RunDirectory:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether the folder's config was written by `open`, not by a user."""
+    """Whether the folder's config was written by `store`, not by a user."""
     file = path / "config.toml"
     return file.is_file() and file.read_bytes().startswith(MARK.encode())
 

@@ -171,6 +171,14 @@ def test_groups_that_do_not_divide_the_width():
         init_memory(TOKENS, 16, CONFIG)
 
 
+def test_a_state_of_another_config_is_named():
+    layer = DepthMemory(WIDTH, SUBLAYERS, CONFIG, rngs=nnx.Rngs(0))
+    for state in (init_memory(TOKENS, WIDTH), init_memory((*TOKENS, WIDTH), WIDTH, CONFIG)):
+        for step in (layer.read, layer.write):
+            with pytest.raises(ValueError, match=r"the memory has shape .* start it with init_memory"):
+                step(state, jnp.ones((*TOKENS, WIDTH)))
+
+
 def test_initial_memory_is_the_pure_one():
     state = init_memory(TOKENS, WIDTH, CONFIG)
     M, P = init_state(WIDTH // CONFIG.groups, CONFIG.key_dim, CONFIG.alpha)

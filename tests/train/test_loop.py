@@ -101,6 +101,9 @@ def test_more_steps_continue_a_finished_run(unbroken, corpus, tmp_path):
     assert int(state.step) == 6
     assert list(losses(path)) == [1, 2, 3, 4, 5, 6]
     assert read_config(path / "config.toml").train.steps == 6
+    _, output = quietly(config, path)  # fewer steps than there are: nothing to do, nothing changes
+    assert "is finished at step 6" in output
+    assert read_config(path / "config.toml").train.steps == 6
 
 
 def test_another_model_is_refused_and_nothing_is_touched(unbroken):
