@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import cast, random_observations
 
+from depth_problems import cast, random_observations
 from ldm_jax import additive_write, delta_write, depth_memory_loop, init_state, rls_read
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from depth_problems import FORMS, RLS, SQRT, cast, deep_states, prefix_solutions, random_observations, relative
 
 pytestmark = pytest.mark.usefixtures("x64")

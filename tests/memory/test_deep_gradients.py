@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS, RLS, cast, deep_states, prefix_solutions, random_observations
 
+from depth_problems import FORMS, RLS, cast, deep_states, prefix_solutions, random_observations
 from ldm_jax import Observation, rls_read
 
 DEPTH, VALUE, KEY, ALPHA = 96, 3, 4, 1.0

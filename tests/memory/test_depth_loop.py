@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS, random_observations, relative
 
+from depth_problems import FORMS, random_observations, relative
 from ldm_jax import Observation, additive_write, delta_write, depth_memory_loop, init_state
 
 RLS, SQRT = FORMS["rls"], FORMS["sqrt"]

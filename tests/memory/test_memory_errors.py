@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS
 
+from depth_problems import FORMS
 from ldm_jax import (
     Correction,
     Observation,

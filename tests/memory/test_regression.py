@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from depth_problems import cast, random_observations
 
+from depth_problems import cast, random_observations
 from ldm_jax import regression_objective, solve_depth_regression
 
 objective = jax.jit(regression_objective)

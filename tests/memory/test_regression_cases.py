@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from depth_problems import FORMS, cast, relative
 
+from depth_problems import FORMS, cast, relative
 from ldm_jax import Observation, depth_memory_loop, solve_depth_regression
 
 CASES = json.loads((Path(__file__).parent / "depth_regression.json").read_text())["cases"]

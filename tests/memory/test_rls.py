@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS, cast, deep_states, prefix_solutions, random_observations, relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth_problems import FORMS, cast, deep_states, prefix_solutions, random_observations, relative
 from ldm_jax import Observation, rls_correction, rls_read, solve_depth_regression
 
 # One observation; fewer observations than key dimensions; more.

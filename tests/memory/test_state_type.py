@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS
 
+from depth_problems import FORMS
 from ldm_jax import Observation, additive_write, delta_write, depth_memory_loop, init_state, rls_read
 
 RLS, SQRT = FORMS["rls"], FORMS["sqrt"]

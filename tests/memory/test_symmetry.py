@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import each_state, random_observations, relative
 
+from depth_problems import each_state, random_observations, relative
 from ldm_jax import Observation, init_state, rls_apply, rls_correction, rls_undo, rls_write
 
 GROUPS = 5

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+
 from depth_problems import FORMS, cast, random_observations
 
 DEPTH = 192

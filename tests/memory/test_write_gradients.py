@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS, relative
 from jax.flatten_util import ravel_pytree
 
+from depth_problems import FORMS, relative
 from ldm_jax import (
     Observation,
     additive_write,

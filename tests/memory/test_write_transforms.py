@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depth_problems import FORMS, each_state, random_observations, relative
 
+from depth_problems import FORMS, each_state, random_observations, relative
 from ldm_jax import Observation, additive_write, delta_write, rls_read
 
 DEPTH, BATCH, GROUPS, VALUE, KEY = 5, 3, 2, 3, 4

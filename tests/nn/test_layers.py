@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from models import MODEL
 
 from ldm_jax.nn.attention import Attention
 from ldm_jax.nn.loss import chunked_cross_entropy
 from ldm_jax.nn.mlp import MLP
 from ldm_jax.nn.rope import rotate
+from models import MODEL
 
 
 def test_rotation_by_position(rng):

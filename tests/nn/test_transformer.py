@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import LDM, MODEL, loss_and_grads, mixer, model, moved_params, tokens
 
 from ldm_jax.config import ComputeType, ModelConfig, Remat
 from ldm_jax.mixers import ReadInto, Write, without_reads
 from ldm_jax.nn import count_parameters, init_params, model_graph
+from models import LDM, MODEL, loss_and_grads, mixer, model, moved_params, tokens
 
 KINDS = {
     "preln": mixer("preln"),
