@@ -3,11 +3,15 @@
 from importlib.metadata import version as _version
 
 from ldm_jax.memory import (
+    Backward,
     Correction,
     Observation,
     additive_write,
     delta_write,
     depth_memory_loop,
+    depth_scan,
+    dual_read,
+    dual_weights,
     init_state,
     regression_objective,
     rls_apply,
@@ -26,12 +30,16 @@ from ldm_jax.memory import (
 __version__ = _version("ldm_jax")
 
 __all__ = [
+    "Backward",
     "Correction",
     "Observation",
     "__version__",
     "additive_write",
     "delta_write",
     "depth_memory_loop",
+    "depth_scan",
+    "dual_read",
+    "dual_weights",
     "init_state",
     "regression_objective",
     "rls_apply",

@@ -19,18 +19,18 @@ class ComputeType(enum.StrEnum):
 
 
 class Remat(enum.StrEnum):
-    """What the backward pass recomputes. none: nothing. block: all but each block's input. dots: all but products."""
+    """What a recomputed block computes again. block: all but its input. dots: all but its products with parameters."""
 
-    NONE = "none"
     BLOCK = "block"
     DOTS = "dots"
 
 
 class AttentionImplementation(enum.StrEnum):
-    """Which of `jax.nn.dot_product_attention`'s implementations is used."""
+    """xla, cudnn: of `jax.nn.dot_product_attention`. local: a token sees itself alone, `v sigmoid(q'k)`; to measure."""
 
     XLA = "xla"
     CUDNN = "cudnn"
+    LOCAL = "local"
 
 
 class Corpus(enum.StrEnum):
@@ -82,12 +82,13 @@ class ModelConfig:
     """The head is the embedding, transposed."""
     scan: bool = True
     """Apply the blocks by one scan, compiled once, instead of one after the other."""
-    remat: Remat = Remat.NONE
-    """What the backward pass recomputes. none: nothing. block: all but each block's input. dots: all but products."""
+    remat: Remat = Remat.BLOCK
+    """With mixer.backward recomputed, what is computed again. block: all but each block's input. dots: all but products
+    with parameters."""
     compute_dtype: ComputeType = ComputeType.FLOAT32
     """Type of activations and products. Parameters and depth memories are float32 in any case."""
     attention: AttentionImplementation = AttentionImplementation.XLA
-    """Which attention is used: xla anywhere, cudnn on NVIDIA GPUs (with bfloat16)."""
+    """xla anywhere, cudnn on NVIDIA GPUs (with bfloat16). local mixes no tokens: a stand-in to measure the rest."""
     loss_chunk: int = 8192
     """Tokens whose logits exist at a time."""
 
@@ -99,7 +100,7 @@ class ModelConfig:
         _check(kv_heads >= 1 and heads % kv_heads == 0, f"kv_heads is {kv_heads}, which does not divide heads {heads}.")
         _check(self.rope_base > 1, f"rope_base is {self.rope_base}, but it must be more than 1.")
         _check(
-            self.attention is AttentionImplementation.XLA or self.compute_dtype is ComputeType.BFLOAT16,
+            self.attention is not AttentionImplementation.CUDNN or self.compute_dtype is ComputeType.BFLOAT16,
             "attention is cudnn, which takes no float32: set compute_dtype to bfloat16, or attention to xla.",
         )
 

@@ -45,7 +45,7 @@ def test_defaults_for_what_is_left_out(tmp_path):
         ("[model]\ndepth = 3.0\n", "model.depth is 3.0, but it must be a whole number"),
         ("[model]\ndepth = true\n", "model.depth is True, but it must be a whole number"),
         ('[model]\nscan = "yes"\n', "model.scan is 'yes', but it must be true or false"),
-        ('[model]\nremat = "blok"\n', "model.remat is 'blok', but it must be one of none, block, dots"),
+        ('[model]\nremat = "blok"\n', "model.remat is 'blok', but it must be one of block, dots"),
         ('[mixer]\nkind = "LDM"\n', "mixer.kind is 'LDM', but it must be one of preln, ldm"),
         ('[train]\nlearning_rate = "1e-3"\n', "train.learning_rate is '1e-3', but it must be a number"),
         ("[train]\nlearning_rate = nan\n", "learning_rate is nan"),

@@ -5,6 +5,8 @@ Imports no flax and knows no mesh, file or training step. Groups and batch are `
 
 from ldm_jax.memory.additive import additive_write, delta_write
 from ldm_jax.memory.depth_loop import depth_memory_loop
+from ldm_jax.memory.depth_scan import Backward, depth_scan
+from ldm_jax.memory.dual import dual_read, dual_weights
 from ldm_jax.memory.observation import Observation
 from ldm_jax.memory.regression import regression_objective, solve_depth_regression
 from ldm_jax.memory.rls import Correction, init_state, rls_apply, rls_correction, rls_read, rls_undo, rls_write
@@ -17,11 +19,15 @@ from ldm_jax.memory.sqrt_rls import (
 )
 
 __all__ = [
+    "Backward",
     "Correction",
     "Observation",
     "additive_write",
     "delta_write",
     "depth_memory_loop",
+    "depth_scan",
+    "dual_read",
+    "dual_weights",
     "init_state",
     "regression_objective",
     "rls_apply",

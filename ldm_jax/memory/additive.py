@@ -3,10 +3,8 @@
 Both leave `P` as it is, so `init_state` starts them, too. One token, one group.
 """
 
-import jax.numpy as jnp
-
 from ldm_jax.memory.observation import Observation, checked_arguments
-from ldm_jax.memory.rls import apply_matrix
+from ldm_jax.memory.products import apply_matrix, outer
 from ldm_jax.typing import InverseCovarianceLike, MemoryLike, State
 
 
@@ -18,7 +16,7 @@ def additive_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
     """
     memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     key, value, forgetting, importance = obs
-    return forgetting * memory + importance * jnp.outer(value, key), inverse_covariance
+    return forgetting * memory + importance * outer(value, key), inverse_covariance
 
 
 def delta_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> State:
@@ -32,4 +30,4 @@ def delta_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, o
     key, value, forgetting, importance = obs
     faded = forgetting * memory
     error = value - apply_matrix(faded, key)
-    return faded + importance * jnp.outer(error, key), inverse_covariance
+    return faded + importance * outer(error, key), inverse_covariance

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_arguments
+from ldm_jax.memory.products import apply_matrix, outer
 from ldm_jax.typing import (
     DType,
     InverseCovariance,
@@ -74,9 +74,22 @@ def symmetric(matrix: InverseCovariance) -> InverseCovariance:
     return (matrix + matrix.T) / 2
 
 
-def apply_matrix(matrix: Float[Array, "rows columns"], vector: Float[Array, " columns"]) -> Float[Array, " rows"]:
-    """`matrix vector`, with every bit of their type: TPUs and GPUs shorten float32 inputs unless told otherwise."""
-    return jnp.matmul(matrix, vector, precision=jax.lax.Precision.HIGHEST)
+def project_key(inverse_covariance: InverseCovariance, key: Key) -> tuple[Key, Scalar]:
+    """`u = P k` and `k'u`."""
+    u = apply_matrix(symmetric(inverse_covariance), key)
+    return u, jnp.sum(key * u)
+
+
+def next_covariance(inverse_covariance: InverseCovariance, u: Key, s: Scalar, obs: Observation) -> InverseCovariance:
+    """`(P - (beta/s) u u') / lambda`, symmetric to the bit."""
+    return (symmetric(inverse_covariance) - (obs.importance / s) * outer(u, u)) / obs.forgetting
+
+
+def previous_covariance(
+    inverse_covariance: InverseCovariance, u: Key, s: Scalar, obs: Observation
+) -> InverseCovariance:
+    """`lambda P + (beta/s) u u'`: what `next_covariance` was given."""
+    return obs.forgetting * symmetric(inverse_covariance) + (obs.importance / s) * outer(u, u)
 
 
 def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> Correction:
@@ -92,12 +105,9 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
         TypeError: M and P of different types.
     """
     memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
-    u = apply_matrix(symmetric(inverse_covariance), obs.key)
-    return Correction(
-        error=obs.value - apply_matrix(memory, obs.key),
-        projected_key=u,
-        innovation=obs.forgetting + obs.importance * jnp.sum(obs.key * u),
-    )
+    u, key_u = project_key(inverse_covariance, obs.key)
+    error = obs.value - apply_matrix(memory, obs.key)
+    return Correction(error, u, obs.forgetting + obs.importance * key_u)
 
 
 def rls_apply(
@@ -109,11 +119,7 @@ def rls_apply(
     """
     memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     e, u, s = correction
-    gain = obs.importance / s
-    return (
-        memory + gain * jnp.outer(e, u),
-        (symmetric(inverse_covariance) - gain * jnp.outer(u, u)) / obs.forgetting,
-    )
+    return memory + outer(e, (obs.importance / s) * u), next_covariance(inverse_covariance, u, s, obs)
 
 
 def rls_undo(
@@ -126,11 +132,7 @@ def rls_undo(
     """
     memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     e, u, s = correction
-    gain = obs.importance / s
-    return (
-        memory - gain * jnp.outer(e, u),
-        obs.forgetting * symmetric(inverse_covariance) + gain * jnp.outer(u, u),
-    )
+    return memory - outer(e, (obs.importance / s) * u), previous_covariance(inverse_covariance, u, s, obs)
 
 
 def rls_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> State:

@@ -10,8 +10,18 @@ forgetting and importance.
 import jax.numpy as jnp
 
 from ldm_jax.memory.observation import Observation, checked_arguments
-from ldm_jax.memory.rls import Correction, apply_matrix, init_state
-from ldm_jax.typing import DType, InverseCovarianceLike, MemoryLike, ScalarLike, State
+from ldm_jax.memory.products import apply_matrix, outer
+from ldm_jax.memory.rls import Correction, init_state
+from ldm_jax.typing import (
+    DType,
+    InverseCovariance,
+    InverseCovarianceLike,
+    Key,
+    MemoryLike,
+    Scalar,
+    ScalarLike,
+    State,
+)
 
 
 def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
@@ -23,18 +33,37 @@ def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DTyp
     return memory, jnp.sqrt(jnp.diagonal(inverse_covariance)) * jnp.eye(key_dim, dtype=memory.dtype)
 
 
+def half_projected(factor: InverseCovariance, key: Key) -> Key:
+    """`f = S'k`."""
+    return apply_matrix(factor.T, key)
+
+
+def project_key(factor: InverseCovariance, key: Key) -> tuple[Key, Scalar]:
+    """`u = P k = S f` with `f = S'k`, and `k'u = f'f`."""
+    f = half_projected(factor, key)
+    return apply_matrix(factor, f), jnp.sum(f * f)
+
+
+def next_factor(factor: InverseCovariance, u: Key, s: Scalar, obs: Observation) -> InverseCovariance:
+    """`(S - beta u f' / (s + sqrt(s lambda))) / sqrt(lambda)` with `f = S'k`."""
+    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
+    return (factor - outer(step * u, half_projected(factor, obs.key))) / jnp.sqrt(obs.forgetting)
+
+
+def previous_factor(factor: InverseCovariance, u: Key, f: Key, s: Scalar, obs: Observation) -> InverseCovariance:
+    """What `next_factor` was given: `sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))`."""
+    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
+    return jnp.sqrt(obs.forgetting) * factor + outer(step * u, f)
+
+
 def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> Correction:
     """`e = v - M k`, `u = P k = S f` with `f = S'k`, and `s = lambda + beta f'f`.
 
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
-    f = apply_matrix(factor.T, obs.key)
-    return Correction(
-        error=obs.value - apply_matrix(memory, obs.key),
-        projected_key=apply_matrix(factor, f),
-        innovation=obs.forgetting + obs.importance * jnp.sum(f * f),
-    )
+    u, key_u = project_key(factor, obs.key)
+    return Correction(obs.value - apply_matrix(memory, obs.key), u, obs.forgetting + obs.importance * key_u)
 
 
 def sqrt_rls_apply(
@@ -46,28 +75,20 @@ def sqrt_rls_apply(
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
     e, u, s = correction
-    f = apply_matrix(factor.T, obs.key)
-    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
-    return (
-        memory + (obs.importance / s) * jnp.outer(e, u),
-        (factor - step * jnp.outer(u, f)) / jnp.sqrt(obs.forgetting),
-    )
+    return memory + outer(e, (obs.importance / s) * u), next_factor(factor, u, s, obs)
 
 
 def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction: Correction, obs: Observation) -> State:
-    """The state before the write, from the state after it.
+    """The state before the write, from the state after it: `M - (beta/s) e u'`, and S as `previous_factor` has it.
 
-    The later factor gives `f = sqrt(s) S'k`; then `S <- sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))` and
-    `M <- M - (beta/s) e u'`. Shapes and errors as in `rls_correction`, with S in the place of P.
+    The later factor gives `f = sqrt(s) S'k`, which amplifies its rounding by `sqrt(s / lambda)`.
+
+    Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
     e, u, s = correction
-    f = jnp.sqrt(s) * apply_matrix(factor.T, obs.key)
-    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
-    return (
-        memory - (obs.importance / s) * jnp.outer(e, u),
-        jnp.sqrt(obs.forgetting) * factor + step * jnp.outer(u, f),
-    )
+    f = jnp.sqrt(s) * half_projected(factor, obs.key)
+    return memory - outer(e, (obs.importance / s) * u), previous_factor(factor, u, f, s, obs)
 
 
 def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> State:

@@ -4,13 +4,17 @@ To add one: a file here with its two modules (see `base`) and its options, an en
 """
 
 from ldm_jax.mixers.base import MixerEnds, MixerLayer, MixerState
-from ldm_jax.mixers.depth_memory import DepthMemory, DepthMemoryConfig, MemoryState, Write, init_memory
+from ldm_jax.mixers.depth_memory import DepthMemory, init_memory
+from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig, Form, Write
 from ldm_jax.mixers.ldm import LDMConfig, ReadInto, without_reads
+from ldm_jax.mixers.memory_form import DualState, MemoryState
 from ldm_jax.mixers.registry import MixerConfig, MixerKind, check_mixer, make_ends, make_layer
 
 __all__ = [
     "DepthMemory",
     "DepthMemoryConfig",
+    "DualState",
+    "Form",
     "LDMConfig",
     "MemoryState",
     "MixerConfig",

@@ -1,21 +1,29 @@
 """The interface of a depth mixer: how a sublayer's input is gathered from what came before, and its output kept.
 
 A mixer is two modules. `MixerEnds` opens the stack with `start` and closes it with `finish`; one `MixerLayer` for each
-sublayer (attention and MLP each count as one) has `read` and `write`. For sublayers `f_1 .. f_N`, each with its norm:
+sublayer (attention and MLP each count as one) has `read`, `write` and `undo`. For sublayers `f_1 .. f_N`, each with its
+norm:
 
     state = ends.start(embedding)
-    state = layer_l.write(state, f_l(layer_l.read(state)))        for l = 1 .. N
-    h     = ends.finish(state)
+    state, kept_l = layer_l.write(state, f_l(layer_l.read(state)))        for l = 1 .. N
+    h = ends.finish(state)
 
-The state is a pytree of arrays that keeps its structure, shapes and types from sublayer to sublayer, so that a
-`jax.lax.scan` can carry it. The two modules hold what is learned.
+The state keeps its structure, shapes and types from sublayer to sublayer, so that a `jax.lax.scan` can carry it. The
+two modules hold what is learned.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ldm_jax.typing import Hidden
 
-MixerState = Any
+
+class MixerState(NamedTuple):
+    """What is carried from sublayer to sublayer: pytrees of arrays."""
+
+    stream: Any
+    """What a backward pass that undoes writes has saved before every block. PreLN's and LDM's is `h`, `[B, T, D]`."""
+    memory: Any = ()
+    """What such a backward pass gets back by `undo`."""
 
 
 @runtime_checkable
@@ -26,8 +34,12 @@ class MixerLayer(Protocol):
         """The sublayer's input `[B, T, D]`, before its norm."""
         ...
 
-    def write(self, state: MixerState, output: Hidden) -> MixerState:
-        """The state that has taken in the sublayer's output `[B, T, D]`."""
+    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, Any]:
+        """The state that has taken in the sublayer's output `[B, T, D]`, and what `undo` needs, a pytree of arrays."""
+        ...
+
+    def undo(self, memory: Any, kept: Any) -> Any:
+        """The state's memory before a write, from that after it. Called only if the mixer's options say it can be."""
         ...
 
 

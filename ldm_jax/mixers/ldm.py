@@ -2,21 +2,18 @@
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ldm_jax.mixers.depth_memory import (
-    DepthMemory,
-    DepthMemoryConfig,
-    MemoryState,
-    Reader,
-    Writer,
-    init_memory,
-)
+from ldm_jax.mixers.base import MixerState
+from ldm_jax.mixers.depth_memory import DepthMemory, init_memory
+from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig
+from ldm_jax.mixers.memory_form import AnyState, Kept, make_form
+from ldm_jax.mixers.reader_writer import Reader, Writer
 from ldm_jax.typing import DType, Hidden
 
 
@@ -37,13 +34,6 @@ class LDMConfig(DepthMemoryConfig):
     """Write the embedding as observation 0."""
 
 
-class LDMState(NamedTuple):
-    """The stream in the compute type, the memory in float32."""
-
-    stream: Hidden
-    memory: MemoryState
-
-
 class LDMLayer(nnx.Module):
     """One sublayer: `o = f(norm(h + read)); h <- h + o; write (key(o), o)`."""
 
@@ -51,34 +41,43 @@ class LDMLayer(nnx.Module):
         self.read_into = config.read_into
         self.memory = DepthMemory(width, sublayers, config, dtype=dtype, rngs=rngs)
 
-    def read(self, state: LDMState) -> Hidden:
+    def read(self, state: MixerState) -> Hidden:
         """`h + read`, the stream being the context of the read."""
         return state.stream + self.memory.read(state.memory, state.stream)
 
-    def write(self, state: LDMState, output: Hidden) -> LDMState:
+    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, Kept | None]:
         """Adds the output to the stream and observes it. Into the stream goes, if asked for, what was read, too."""
         # The second read is the one that the sublayer was given; the compiler computes it once.
         stream = self.read(state) if self.read_into is ReadInto.STREAM else state.stream
-        return LDMState(stream + output, self.memory.write(state.memory, output))
+        memory, kept = self.memory.record(state.memory, output)
+        return MixerState(stream + output, memory), kept
+
+    def undo(self, memory: AnyState, kept: Kept | None) -> AnyState:
+        """The memory before the write."""
+        return self.memory.undo(memory, kept)
 
 
 class LDMEnds(nnx.Module):
     """Before the stack the embedding is observed, if asked for; after it a last reader adds to the stream."""
 
-    def __init__(self, width: int, config: LDMConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, width: int, config: LDMConfig, *, scan: int | None, dtype: DType, rngs: nnx.Rngs):
         self.config = config
+        self.writes = None if scan is None else scan + config.write_embedding
+        self.dtype = dtype
         self.reader = Reader(width, config, dtype=dtype, rngs=rngs)
         self.writer = Writer(width, config, dtype=dtype, rngs=rngs) if config.write_embedding else None
 
-    def start(self, embedding: Hidden) -> LDMState:
+    def start(self, embedding: Hidden) -> MixerState:
         """The embedding as the stream, and a memory that knows it or nothing."""
-        memory = init_memory(embedding.shape[:-1], embedding.shape[-1], self.config)
+        tokens, width = embedding.shape[:-1], embedding.shape[-1]
+        memory = init_memory(tokens, width, self.config, depth=self.writes, dtype=self.dtype)
         if self.writer is not None:
             # Forgetting of the first observation would only rescale alpha.
-            memory = self.writer(memory, embedding, jnp.ones((self.config.groups,), jnp.float32))
-        return LDMState(embedding, memory)
+            observation = self.writer(embedding, jnp.ones((self.config.groups,), jnp.float32))
+            memory, _ = make_form(self.config).write(memory, observation)
+        return MixerState(embedding, memory)
 
-    def finish(self, state: LDMState) -> Hidden:
+    def finish(self, state: MixerState) -> Hidden:
         """`h + read`."""
         return state.stream + self.reader(state.memory, state.stream)
 

@@ -2,28 +2,34 @@
 
 from flax import nnx
 
+from ldm_jax.mixers.base import MixerState
 from ldm_jax.typing import Hidden
 
 
 class PreLNLayer(nnx.Module):
     """Reads the stream and adds to it. Nothing is learned."""
 
-    def read(self, state: Hidden) -> Hidden:
+    def read(self, state: MixerState) -> Hidden:
         """The stream."""
-        return state
+        return state.stream
 
-    def write(self, state: Hidden, output: Hidden) -> Hidden:
+    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
         """The stream plus the output."""
-        return state + output
+        return MixerState(state.stream + output), None
+
+    def undo(self, memory: tuple[()], kept: None) -> tuple[()]:
+        """There is no memory."""
+        del kept
+        return memory
 
 
 class PreLNEnds(nnx.Module):
     """The stream starts as the embedding and is handed on as it ends. Nothing is learned."""
 
-    def start(self, embedding: Hidden) -> Hidden:
+    def start(self, embedding: Hidden) -> MixerState:
         """The embedding."""
-        return embedding
+        return MixerState(embedding)
 
-    def finish(self, state: Hidden) -> Hidden:
+    def finish(self, state: MixerState) -> Hidden:
         """The stream."""
-        return state
+        return state.stream

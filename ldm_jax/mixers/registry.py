@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from flax import nnx
 
+from ldm_jax.memory.depth_scan import Backward
 from ldm_jax.mixers.base import MixerEnds, MixerLayer
-from ldm_jax.mixers.depth_memory import check_width
+from ldm_jax.mixers.depth_memory_config import check_width
 from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, LDMLayer
 from ldm_jax.mixers.preln import PreLNEnds, PreLNLayer
 from ldm_jax.typing import DType
@@ -26,6 +27,26 @@ class MixerConfig:
     kind: MixerKind = MixerKind.LDM
     """Which mixer is used; the tables of the others are ignored."""
     ldm: LDMConfig = LDMConfig()
+    backward: Backward | None = None
+    """What the backward pass has of a block. stored: all it needs (fastest, if there is room). recomputed: its input.
+    undone: the stream and the writes' corrections. None: undone where the mixer can, else recomputed."""
+
+    @property
+    def undoable(self) -> bool:
+        """Whether the mixer's writes can be undone."""
+        return self.kind is not MixerKind.LDM or self.ldm.undoable
+
+    @property
+    def backward_or_default(self) -> Backward:
+        """`backward`, or what None stands for."""
+        return self.backward or (Backward.UNDONE if self.undoable else Backward.RECOMPUTED)
+
+    def __post_init__(self) -> None:
+        if self.backward is Backward.UNDONE and not self.undoable:
+            raise ValueError(
+                f"backward is undone, but the write {self.ldm.write} can't be undone: it would divide by forgetting. "
+                "Set backward to recomputed."
+            )
 
 
 def check_mixer(config: MixerConfig, width: int) -> None:
@@ -47,10 +68,13 @@ def make_layer(config: MixerConfig, width: int, sublayers: int, *, dtype: DType,
             return LDMLayer(width, sublayers, config.ldm, dtype=dtype, rngs=rngs)
 
 
-def make_ends(config: MixerConfig, width: int, *, dtype: DType, rngs: nnx.Rngs) -> MixerEnds:
-    """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`."""
+def make_ends(config: MixerConfig, width: int, *, scan: int | None, dtype: DType, rngs: nnx.Rngs) -> MixerEnds:
+    """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`.
+
+    `scan` is the number of sublayers if a scan goes over them, so that the state must keep its shape; else None.
+    """
     match config.kind:
         case MixerKind.PRELN:
             return PreLNEnds()
         case MixerKind.LDM:
-            return LDMEnds(width, config.ldm, dtype=dtype, rngs=rngs)
+            return LDMEnds(width, config.ldm, scan=scan, dtype=dtype, rngs=rngs)

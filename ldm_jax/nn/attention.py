@@ -1,9 +1,11 @@
 """Causal self-attention with rotary positions, grouped queries, and normalised queries and keys if asked for."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
-from ldm_jax.config import ModelConfig
+from ldm_jax.config import AttentionImplementation, ModelConfig
 from ldm_jax.nn.initializers import branch_output
 from ldm_jax.nn.rope import rotate
 from ldm_jax.typing import Hidden
@@ -32,5 +34,18 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, config.rope_base), rotate(key, config.rope_base)
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=config.attention.value)
+        mixed = self._mix(query, key, value)
         return self.out(mixed.reshape(*x.shape[:-1], -1))
+
+    def _mix(
+        self, query: Float[Array, "B T H C"], key: Float[Array, "B T J C"], value: Float[Array, "B T J C"]
+    ) -> Float[Array, "B T H C"]:
+        match self.config.attention:
+            case AttentionImplementation.LOCAL:
+                key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+                score = jnp.sum(query * key, axis=-1, keepdims=True) * self.config.head_dim**-0.5
+                return value * jax.nn.sigmoid(score)
+            case implementation:
+                return jax.nn.dot_product_attention(
+                    query, key, value, is_causal=True, implementation=implementation.value
+                )

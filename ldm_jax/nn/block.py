@@ -1,6 +1,7 @@
 """A block: an attention sublayer, then an MLP sublayer, each joined to the others by the depth mixer."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -19,9 +20,17 @@ class Sublayer(nnx.Module):
         self.function = function
         self.mixer = mixer
 
-    def __call__(self, state: MixerState) -> MixerState:
-        """The mixer's state after the sublayer."""
+    def __call__(self, state: MixerState) -> tuple[MixerState, Any]:
+        """The mixer's state after the sublayer, and what undoing its write needs."""
         return self.mixer.write(state, self.function(self.norm(self.mixer.read(state))))
+
+
+class BlockKept(NamedTuple):
+    """What undoing a block needs: the stream before it, and of each write what its own undoing needs."""
+
+    stream: Any
+    attention: Any
+    mlp: Any
 
 
 class Block(nnx.Module):
@@ -37,6 +46,14 @@ class Block(nnx.Module):
         self.attention = sublayer(Attention(config, rngs=rngs))
         self.mlp = sublayer(MLP(config, rngs=rngs))
 
-    def __call__(self, state: MixerState) -> MixerState:
-        """The mixer's state after the block."""
-        return self.mlp(self.attention(state))
+    def __call__(self, state: MixerState) -> tuple[MixerState, BlockKept]:
+        """The mixer's state after the block, and what `undo` needs."""
+        stream = state.stream
+        state, attention = self.attention(state)
+        state, mlp = self.mlp(state)
+        return state, BlockKept(stream, attention, mlp)
+
+    def undo(self, state: MixerState, kept: BlockKept) -> MixerState:
+        """The mixer's state before the block, from that after it."""
+        memory = self.mlp.mixer.undo(state.memory, kept.mlp)
+        return MixerState(kept.stream, self.attention.mixer.undo(memory, kept.attention))

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ldm_jax.config import ModelConfig, Remat
+from ldm_jax.memory.depth_scan import depth_scan
 from ldm_jax.mixers import MixerConfig, MixerState, make_ends
 from ldm_jax.nn.block import Block
 from ldm_jax.nn.loss import chunked_cross_entropy
@@ -21,13 +22,15 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, mixer: MixerConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.backward = mixer.backward_or_default
         width, dtype = config.width, config.dtype
         start = nnx.initializers.normal(width**-0.5)
         self.embed = nnx.Embed(config.vocabulary, width, embedding_init=start, dtype=dtype, rngs=rngs)
         self.blocks = jax.vmap(lambda key: Block(config, mixer, rngs=nnx.Rngs(key)))(
             jax.random.split(rngs.blocks(), config.depth)
         )
-        self.mixer = make_ends(mixer, width, dtype=dtype, rngs=nnx.Rngs(rngs.mixer()))
+        scan = config.sublayers if config.scan else None
+        self.mixer = make_ends(mixer, width, scan=scan, dtype=dtype, rngs=nnx.Rngs(rngs.mixer()))
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         untied = None if config.tied else nnx.Linear(width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
         self.head = untied
@@ -55,19 +58,14 @@ class Transformer(nnx.Module):
         return jnp.mean(self.token_losses(tokens, targets))
 
     def _apply_blocks(self, state: MixerState) -> MixerState:
-        def body(state: MixerState, block: Block) -> tuple[MixerState, None]:
-            return block(state), None
-
-        match self.config.remat:
-            case Remat.NONE:
-                pass
-            case Remat.BLOCK:
-                body = jax.checkpoint(body, prevent_cse=not self.config.scan)
-            case Remat.DOTS:
-                policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-                body = jax.checkpoint(body, prevent_cse=not self.config.scan, policy=policy)
-        if self.config.scan:
-            return jax.lax.scan(body, state, self.blocks)[0]
-        for index in range(self.config.depth):
-            state, _ = body(state, jax.tree.map(lambda stacked, index=index: stacked[index], self.blocks))
-        return state
+        config = self.config
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat is Remat.DOTS else None
+        return depth_scan(
+            lambda block, state: block(state),
+            state,
+            self.blocks,
+            backward=self.backward,
+            undo=lambda block, state, kept: block.undo(state, kept),
+            scan=config.scan,
+            policy=policy,
+        )

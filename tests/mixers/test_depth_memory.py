@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from ldm_jax import Observation, depth_memory_loop, init_state, memory, rls_read
-from ldm_jax.mixers import DepthMemory, DepthMemoryConfig, Write, init_memory
-from ldm_jax.mixers.depth_memory import WRITES
+from ldm_jax.mixers import DepthMemory, DepthMemoryConfig, Form, Write, init_memory
+from ldm_jax.mixers.memory_form import WRITES
 
 WIDTH, SUBLAYERS, TOKENS = 12, 5, (2, 3)
 CONFIG = DepthMemoryConfig(groups=3, key_dim=2, latent_dim=5)
@@ -98,16 +98,62 @@ def test_equals_a_loop_over_tokens_and_groups(config, rng):
     np.testing.assert_allclose(reads[-1], expected, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("write", list(Write))
-def test_state_is_float32_under_bfloat16(write):
-    config = dataclasses.replace(CONFIG, write=write)
+EVERY_FORM = [
+    dataclasses.replace(CONFIG, write=write, form=form)
+    for write in Write
+    for form in Form
+    if (write, form) != (Write.DELTA, Form.DUAL)
+]
+each_form = pytest.mark.parametrize("config", EVERY_FORM, ids=lambda config: f"{config.write}-{config.form}")
+
+
+@each_form
+def test_state_is_float32_under_bfloat16(config):
     layer = DepthMemory(WIDTH, SUBLAYERS, config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     context = jnp.ones((*TOKENS, WIDTH), jnp.bfloat16)
     state = init_memory(TOKENS, WIDTH, config)
     shapes = jax.eval_shape(lambda s, c: (layer.read(s, c), layer.write(s, c)), state, context)
     assert shapes[0].dtype == jnp.bfloat16
-    assert {part.dtype for part in shapes[1]} == {jnp.dtype(jnp.float32)}
+    types = {part.dtype for part in jax.tree.leaves(shapes[1]) if part.shape[-1] != WIDTH // CONFIG.groups}
+    assert types == {jnp.dtype(jnp.float32)}
+    if config.form is Form.DUAL:
+        assert shapes[1].observations.entries[0].value.dtype == jnp.bfloat16  # the values, in the compute type
     assert layer.forgetting().dtype == jnp.float32
+
+
+@each_form
+def test_undo_gives_the_state_before(config, rng):
+    layers = make_layers(config)
+    state = init_memory(TOKENS, WIDTH, config)
+    for layer in layers:
+        before = state
+        output = jnp.asarray(rng.normal(size=(*TOKENS, WIDTH)), jnp.float32)
+        state, kept = layer.record(state, output)
+        if not config.undoable:
+            with pytest.raises(ValueError, match=f"the write {config.write} can't be undone"):
+                layer.undo(state, kept)
+            continue
+        restored = layer.undo(state, kept)
+        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(before), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("write", [Write.RLS, Write.SQRT_RLS, Write.ADDITIVE])
+@pytest.mark.parametrize("depth", [None, SUBLAYERS], ids=["growing", "stacked"])
+def test_the_dual_form_reads_the_same(write, depth, rng):
+    config = dataclasses.replace(CONFIG, write=write, forgetting_floor=0.5)
+    layers = make_layers(config)
+    other_form = dataclasses.replace(config, form=Form.DUAL)
+    dual = [DepthMemory(WIDTH, SUBLAYERS, other_form, rngs=nnx.Rngs(0)) for _ in layers]
+    for other, layer in zip(dual, layers, strict=True):
+        nnx.update(other, nnx.state(layer))
+    outputs = [jnp.asarray(rng.normal(size=(*TOKENS, WIDTH)), jnp.float32) for _ in layers]
+    reads, _ = run(layers, config, outputs)
+    state = init_memory(TOKENS, WIDTH, dual[0].config, depth=depth)
+    for layer, output, expected in zip(dual, outputs, reads, strict=True):
+        # float32: sums of other terms in another order, relative to the largest readout
+        np.testing.assert_allclose(layer.read(state, output), expected, atol=1e-4 * (1 + np.abs(expected).max()))
+        state = layer.write(state, output)
 
 
 def test_starts_as_documented():
@@ -157,6 +203,7 @@ def test_zero_output_has_finite_gradients():
         ({"forgetting_floor": 0.0}, "forgetting_floor is 0.0"),
         ({"forgetting_floor": 1.5}, "forgetting_floor is 1.5"),
         ({"write": Write.DELTA, "unit_keys": False}, "unit_keys"),
+        ({"write": Write.DELTA, "form": Form.DUAL}, "set form to recurrent"),
     ],
 )
 def test_inadmissible_options(options, words):
@@ -175,13 +222,13 @@ def test_a_state_of_another_config_is_named():
     layer = DepthMemory(WIDTH, SUBLAYERS, CONFIG, rngs=nnx.Rngs(0))
     for state in (init_memory(TOKENS, WIDTH), init_memory((*TOKENS, WIDTH), WIDTH, CONFIG)):
         for step in (layer.read, layer.write):
-            with pytest.raises(ValueError, match=r"the memory has shape .* start it with init_memory"):
+            with pytest.raises(ValueError, match=r"the memory is of shape .* start it with init_memory"):
                 step(state, jnp.ones((*TOKENS, WIDTH)))
 
 
 def test_initial_memory_is_the_pure_one():
     state = init_memory(TOKENS, WIDTH, CONFIG)
     M, P = init_state(WIDTH // CONFIG.groups, CONFIG.key_dim, CONFIG.alpha)
-    assert state.memory.shape == (*TOKENS, CONFIG.groups, *M.shape)
+    assert state.memory.shape == (*TOKENS, CONFIG.groups, *M.T.shape)
     np.testing.assert_array_equal(state.inverse_covariance[1, 2, 0], P)
     assert memory.init_state is init_state

@@ -1,0 +1,224 @@
+"""One scan over stacked layers, and three ways for its backward pass to have the state of every layer again.
+
+The state of a depth memory is K times as wide as the stream. Plain differentiation saves it at every layer; here it
+can instead be computed again, or be had from the later state by undoing the layer's writes.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+Undo = Callable[[Any, Any, Any], Any]
+
+
+class Backward(enum.StrEnum):
+    """What the backward pass has of each layer.
+
+    stored: all that it needs. recomputed: the state before it; the rest is computed again. undone: what its step kept;
+    the state before it is the later state, undone, and the rest is computed again.
+    """
+
+    STORED = "stored"
+    RECOMPUTED = "recomputed"
+    UNDONE = "undone"
+
+
+def depth_scan(
+    step: Step,
+    state: Any,
+    layers: Any,
+    *,
+    backward: Backward = Backward.RECOMPUTED,
+    undo: Undo | None = None,
+    scan: bool = True,
+    policy: Callable[..., bool] | None = None,
+) -> Any:
+    """The state after all layers: `state, _ = step(layer, state)` for each layer in turn.
+
+    With `undone` the backward pass walks down the layers. At each it gets the state before it by `undo`, computes the
+    step again and pulls the cotangent through it. Only the final state and what each step kept are saved, so memory
+    grows with depth by what is kept, whatever the state's size. `undo` need not return the very bits: the gradient is
+    that of the step at the state which it returns.
+
+    Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` and `undo` close over are
+    differentiated, too; integers have no gradient. JAX has no forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`)
+    through `undone`: use `recomputed`.
+
+    Args:
+        step: `(layer, state) -> (state, kept)`. The state is a pytree of arrays that keeps its structure, shapes and
+            types (unless `scan` is false); `kept` is a pytree of arrays, ignored but for `undone`.
+        state: before the first layer.
+        layers: a pytree of arrays with a leading depth axis.
+        backward: how the backward pass has the state of every layer.
+        undo: `(layer, state after, kept) -> state before`; for `undone`.
+        scan: one `jax.lax.scan`, compiled once for all layers, instead of a Python loop.
+        policy: what `recomputed` saves nevertheless (`jax.checkpoint_policies`).
+
+    Raises:
+        ValueError: `undone` without `undo`.
+        TypeError: forward-mode differentiation through `undone`.
+    """
+    match backward:
+        case Backward.STORED:
+            return _run(step, state, layers, scan)[0]
+        case Backward.RECOMPUTED:
+            body = jax.checkpoint(lambda layer, state: step(layer, state)[0], prevent_cse=not scan, policy=policy)
+            return _run(lambda layer, state: (body(layer, state), None), state, layers, scan)[0]
+        case Backward.UNDONE:
+            if undo is None:
+                raise ValueError("backward is undone, but there is no undo: pass one, or take recomputed.")
+            run = _scan_undone if scan else _loop_undone
+            try:
+                return run(step, undo, state, layers)
+            except TypeError as error:
+                if "forward-mode" not in str(error):
+                    raise
+                raise TypeError(
+                    "backward is undone, which has no forward-mode differentiation (jvp, jacfwd, hessian): take "
+                    "backward=recomputed (mixer.backward in a config), or reverse mode."
+                ) from error
+
+
+def _run(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]:
+    """The final state and what was kept: stacked by a scan, a list without one."""
+    if scan:
+        return jax.lax.scan(lambda state, layer: step(layer, state), state, layers)
+    kept = []
+    for layer in _unstacked(layers):
+        state, part = step(layer, state)
+        kept.append(part)
+    return state, kept
+
+
+def _unstacked(layers: Any) -> list[Any]:
+    # lax.split and not indexing: its gradient is one concatenation.
+    leaves, tree = jax.tree.flatten(layers)
+    by_leaf = [jax.lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
+    return [jax.tree.unflatten(tree, [part[0] for part in parts]) for parts in zip(*by_leaf, strict=True)]
+
+
+def _scan_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
+    """`undone` over a `jax.lax.scan`: its backward pass is a scan, too, and is compiled once."""
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+    kept = jax.eval_shape(step, layer, state)[1]
+    run_step, step_arrays = _explicit(step, layer, state)
+    run_undo, undo_arrays = _explicit(undo, layer, state, kept)
+
+    @jax.custom_vjp
+    def run(arrays: Any, layers: Any, state: Any) -> Any:
+        return forward(arrays, layers, state)[0]
+
+    def forward(arrays: Any, layers: Any, state: Any) -> tuple[Any, Any]:
+        state, kept = jax.lax.scan(lambda state, layer: run_step(arrays[0], layer, state), state, layers)
+        return state, (arrays, layers, state, kept)
+
+    def pull_back(saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+        arrays, layers, state, kept = saved
+
+        def down(carry: Any, each: Any) -> tuple[Any, Any]:
+            state, cotangent, total = carry
+            layer, kept = each
+            # Without the barrier a TPU undoes the writes anew for every use of the state, and holds on to more.
+            state = jax.lax.optimization_barrier(run_undo(arrays[1], layer, state, kept))
+            of_arrays, of_layer, cotangent = _pull_step(run_step, arrays[0], layer, state, cotangent)
+            return (state, cotangent, jax.tree.map(jnp.add, total, of_arrays)), of_layer
+
+        zeros = [jnp.zeros_like(leaf) for leaf in _differentiable(arrays[0])]
+        carry = (state, _differentiable(cotangent), zeros)
+        (_, cotangent, total), of_layers = jax.lax.scan(down, carry, (layers, kept), reverse=True)
+        of_arrays = _with_rest(arrays[0], total), _with_rest(arrays[1], None)
+        return of_arrays, _with_rest(layers, of_layers), _with_rest(state, cotangent)
+
+    run.defvjp(forward, pull_back)
+    return run((step_arrays, undo_arrays), layers, state)
+
+
+def _loop_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
+    """`undone` over a Python loop: the state may change its structure from layer to layer (a cache that grows)."""
+    each = _unstacked(layers)
+    steps, undos, shapes = [], [], state
+    for layer in each:
+        before, (shapes, kept) = shapes, jax.eval_shape(step, layer, shapes)
+        steps.append(_explicit(step, layer, before))
+        undos.append(_explicit(undo, layer, shapes, kept))
+
+    @jax.custom_vjp
+    def run(arrays: Any, layers: Any, state: Any) -> Any:
+        return forward(arrays, layers, state)[0]
+
+    def forward(arrays: Any, layers: Any, state: Any) -> tuple[Any, Any]:
+        all_kept = []
+        for (step, _), (constants, _), layer in zip(steps, arrays, layers, strict=True):
+            state, kept = step(constants, layer, state)
+            all_kept.append(kept)
+        return state, (arrays, layers, state, all_kept)
+
+    def pull_back(saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+        arrays, layers, state, all_kept = saved
+        cotangent, of_arrays, of_layers = _differentiable(cotangent), [], []
+        for (step, _), (undo, _), constants, layer, kept in reversed(
+            list(zip(steps, undos, arrays, layers, all_kept, strict=True))
+        ):
+            # The barrier keeps the compiler from finding that the step was computed before, and saving all of it.
+            state, kept, cotangent = jax.lax.optimization_barrier((state, kept, cotangent))
+            state = undo(constants[1], layer, state, kept)
+            of_constants, of_layer, cotangent = _pull_step(step, constants[0], layer, state, cotangent)
+            of_arrays.append((_with_rest(constants[0], of_constants), _with_rest(constants[1], None)))
+            of_layers.append(_with_rest(layer, of_layer))
+        return of_arrays[::-1], of_layers[::-1], _with_rest(state, cotangent)
+
+    run.defvjp(forward, pull_back)
+    return run([(a, b) for (_, a), (_, b) in zip(steps, undos, strict=True)], each, state)
+
+
+def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """The function with the arrays that it closes over as a first argument, and those arrays.
+
+    A custom derivative knows nothing of what a function closes over: masks, positions, parameters of elsewhere.
+    """
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*examples)
+    tree = jax.tree.structure(shapes)
+
+    def explicit(arrays: list[Any], *args: Any) -> Any:
+        return jax.tree.unflatten(tree, jaxpr_as_fun(jaxpr.replace(consts=arrays))(*jax.tree.leaves(args)))
+
+    return explicit, list(jaxpr.consts)
+
+
+def _pull_step(
+    step: Callable[..., Any], arrays: Any, layer: Any, state: Any, cotangent: list[Any]
+) -> tuple[Any, Any, Any]:
+    """The cotangents of a step's arrays, layer and state, without those of integers, from that of its state after."""
+    arguments = (arrays, layer, state)
+
+    def floats_after(*floats: list[Any]) -> list[Any]:
+        return _differentiable(step(*map(_replaced, arguments, floats))[0])
+
+    return jax.vjp(floats_after, *map(_differentiable, arguments))[1](cotangent)
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _differentiable(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+
+
+def _replaced(tree: Any, floats: list[Any]) -> Any:
+    remaining = iter(floats)
+    return jax.tree.map(lambda leaf: next(remaining) if _is_float(leaf) else leaf, tree)
+
+
+def _with_rest(tree: Any, floats: list[Any] | None) -> Any:
+    """The cotangent of a tree: that of its floating leaves (None: zero), and what JAX wants for the others."""
+    floats = [jnp.zeros_like(leaf) for leaf in _differentiable(tree)] if floats is None else floats
+    nothing = jax.tree.map(lambda leaf: leaf if _is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0), tree)
+    remaining = iter(floats)
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else next(remaining), nothing)
