@@ -78,7 +78,7 @@ def test_help_shows_every_field():
     result = script("train", "--help")
     assert result.returncode == 0
     for words in ("--model.depth INT", "--mixer.kind {preln,ldm}", "--mixer.ldm.forgetting-floor", "--train.log-every",
-                  "{none,block,dots}", "Blocks; each has two sublayers", "(default: 6)"):  # fmt: skip
+                  "{block,dots}", "Blocks; each has two sublayers", "(default: 6)"):  # fmt: skip
         assert words in result.stdout, words
 
 

@@ -40,9 +40,10 @@ class GrowingCache:
         """`function(entry, ...)` of every entry."""
         return [function(entry, *others) for entry, *others in zip(self.entries, *by_depth, strict=True)]
 
-    def total(self, function: Callable[..., Array], *by_depth: ByDepth) -> Array:
-        """The sum over the entries of `function(entry, ...)`."""
-        return sum(self.each(function, *by_depth))  # pyright: ignore[reportReturnType, reportCallIssue, reportArgumentType]
+    def weighted_sum(self, weights: ByDepth, part: Callable[[Any], Array]) -> Float[Array, "*shape width"]:
+        """The sum over the entries of `weight[..., None] * part(entry)`, in the weights' type."""
+        terms = self.each(lambda entry, weight: weight[..., None] * part(entry).astype(weight.dtype), weights)
+        return sum(terms[1:], start=terms[0])
 
 
 @jax.tree_util.register_dataclass
@@ -79,9 +80,13 @@ class StackedCache:
         results = jax.vmap(function)(self.entries, *by_depth)
         return jnp.where(self._written(results), results, 0)
 
-    def total(self, function: Callable[..., Array], *by_depth: ByDepth) -> Array:
-        """The sum over the entries of `function(entry, ...)`."""
-        return jnp.sum(jnp.asarray(self.each(function, *by_depth)), axis=0)
+    def weighted_sum(self, weights: ByDepth, part: Callable[[Any], Array]) -> Float[Array, "*shape width"]:
+        """The sum over the entries of `weight[..., None] * part(entry)`, in the weights' type.
+
+        The weights must be 0 where there is no entry yet, as those from `each` are.
+        """
+        weights = jnp.asarray(weights)
+        return jnp.sum(weights[..., None] * part(self.entries).astype(weights.dtype), axis=0)
 
     def _written(self, like: Array) -> Array:
         length = like.shape[0]

@@ -193,9 +193,7 @@ class Dual(MemoryForm):
         """`sum_i c_i v_i`, of width `value_dim`, summed in float32; 0 before the first write."""
         if isinstance(state.observations, GrowingCache) and not state.observations.entries:
             return jnp.zeros((*query.shape[:-1], value_dim), query.dtype)
-        total = state.observations.total(
-            lambda entry, weight: weight[..., None] * entry.value.astype(weight.dtype), self.weights(state, query)
-        )
+        total = state.observations.weighted_sum(self.weights(state, query), lambda entry: entry.value)
         # Fused with what follows, a TPU would write out every weight, broadcast to the width of its value.
         return jax.lax.optimization_barrier(total)
 

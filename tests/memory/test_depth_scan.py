@@ -257,7 +257,8 @@ def test_a_cache_is_restored_with_nothing_saved(rng, x64, backward, scan):
     def step(layer, state):
         stream, cache = state
         written = len(cache.entries) if isinstance(cache, GrowingCache) else depth
-        read = cache.total(lambda entry, weight: weight * entry, layer[:written]) if written else 0 * stream
+        weights = cache.each(lambda entry, weight: weight, layer[:written]) if written else ()
+        read = cache.weighted_sum(weights, lambda entry: entry) if written else 0 * stream
         output = jnp.tanh(stream + read)
         return (stream + output, cache.append(output)), stream
 

@@ -54,8 +54,8 @@ def assert_same(a, b, rtol):
         ("ldm", {}, "undone", {"scan": False}),
         ("ldm", {"form": Form.DUAL}, "undone", {}),
         ("ldm", {"form": Form.DUAL}, "undone", {"scan": False}),
-        ("ldm-other", {}, "recomputed", {"scan": False}),
-        ("ldm-sqrt", {}, "undone", {}),
+        pytest.param("ldm-other", {}, "recomputed", {"scan": False}, marks=pytest.mark.slow),
+        pytest.param("ldm-sqrt", {}, "undone", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -1,0 +1,231 @@
+"""What a depth memory costs beside PreLN: compiled memory, traffic, step time, compile time."""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ldm_jax.config import AttentionImplementation, ComputeType, Config, DataConfig, ModelConfig, TrainConfig
+from ldm_jax.memory import Backward, Observation, init_state, rls_write
+from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind
+from ldm_jax.report.compiled import Place, compile_gradient, costs, temporary_bytes
+from ldm_jax.train.step import make_state, make_train_step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    what: str
+    mixer: str
+    backward: str | None
+    form: str | None
+    key_dim: int | None
+    depth: int
+    compute_dtype: str
+    value: float
+    unit: str
+    ratio_to_preln: float | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A mixer as it is measured."""
+
+    kind: MixerKind
+    backward: Backward
+    form: Form | None = None
+    key_dim: int | None = None
+
+    def config(self, size: "Size", depth: int, **model: Any) -> Config:
+        """The training configuration of this mixer at a size and depth."""
+        ldm = LDMConfig(groups=8)
+        if self.form is not None and self.key_dim is not None:
+            ldm = dataclasses.replace(ldm, form=self.form, key_dim=self.key_dim)
+        return Config(
+            model=ModelConfig(depth=depth, width=size.width, heads=size.width // 64, mlp_width=3 * size.width, **model),
+            mixer=MixerConfig(kind=self.kind, backward=self.backward, ldm=ldm),
+            data=DataConfig(context=size.tokens // size.batch),
+            train=TrainConfig(batch_size=size.batch),
+        )
+
+    def row(self, what: str, depth: int, value: float, unit: str, preln: float, dtype: str = "float32") -> Row:
+        """A figure of this mixer, beside PreLN's."""
+        names = str(self.kind), str(self.backward), self.form and str(self.form), self.key_dim
+        return Row(what, *names, depth, dtype, value, unit, value / preln)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of a batch."""
+
+    width: int
+    tokens: int
+    batch: int
+
+
+CPU_SIZE = Size(width=256, tokens=1024, batch=4)
+TPU_SIZE = Size(width=1024, tokens=4096, batch=1)
+MIB = 2**20
+
+
+def preln(backward: Backward = Backward.RECOMPUTED) -> Subject:
+    """What all is compared with. It has nothing to undo: undone is recomputed."""
+    return Subject(MixerKind.PRELN, Backward.STORED if backward is Backward.STORED else Backward.RECOMPUTED)
+
+
+def subjects(ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> Iterator[Subject]:
+    """LDM in every combination."""
+    for key_dim, form, backward in itertools.product(key_dims, forms, ways):
+        yield Subject(MixerKind.LDM, backward, form, key_dim)
+
+
+def memory_rows(
+    place: Place,
+    ways: Sequence[Backward],
+    forms: Sequence[Form],
+    key_dims: Sequence[int],
+    depths: Sequence[int],
+) -> Iterator[Row]:
+    """Temporary memory of loss and gradient at every depth, and its slope per block between the last two depths.
+
+    `ratio_to_preln` compares with PreLN recomputed. For a TPU, attention is the stand-in `local`.
+    """
+    on_tpu = place.sharding is not None
+    size = TPU_SIZE if on_tpu else CPU_SIZE
+    attention = AttentionImplementation.LOCAL if on_tpu else AttentionImplementation.XLA
+    reference: dict[int, float] = {}
+    reference_slope = None
+    for subject in [preln(), preln(Backward.STORED), *subjects(ways, forms, key_dims)]:
+        found = {}
+        for depth in depths:
+            config = subject.config(size, depth, attention=attention)
+            found[depth] = temporary_bytes(compile_gradient(config, place))
+            reference.setdefault(depth, found[depth])
+            yield subject.row("temporary_bytes", depth, found[depth], "bytes", reference[depth])
+        if len(depths) > 1:
+            few, many = depths[-2:]
+            slope = (found[many] - found[few]) / (many - few)
+            reference_slope = slope if reference_slope is None else reference_slope
+            yield subject.row("slope_per_block", many, slope, "bytes", reference_slope)
+
+
+def traffic_rows(
+    place: Place,
+    ways: Sequence[Backward],
+    forms: Sequence[Form],
+    key_dims: Sequence[int],
+    dtypes: Sequence[ComputeType],
+) -> Iterator[Row]:
+    """Main memory traffic and flops of loss and gradient, per block, on one chip.
+
+    The compiler counts a loop's body once, so the blocks are unrolled: (4 blocks - 2 blocks) / 2. Attention is the
+    stand-in `local`; nothing is prefetched, so that every operand counts where it is used.
+    """
+
+    def measure(subject: Subject, dtype: ComputeType) -> list[float]:
+        options = {"scan": False, "attention": AttentionImplementation.LOCAL, "compute_dtype": dtype}
+        few, many = (
+            costs(compile_gradient(subject.config(TPU_SIZE, depth, **options), place, count_traffic=True))
+            for depth in (2, 4)
+        )
+        return [(many[name] - few[name]) / 2 for name in ("bytes accessed", "flops")]
+
+    for dtype in dtypes:
+        reference = measure(preln(), dtype)
+        for subject in [preln(), *subjects(ways, forms, key_dims)]:
+            moved, flops = reference if subject == preln() else measure(subject, dtype)
+            yield subject.row("hbm_bytes", 4, moved, "bytes", reference[0], str(dtype))
+            yield subject.row("flops", 4, flops, "flops", reference[1], str(dtype))
+
+
+def step_rows(
+    ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], depth: int, repetitions: int
+) -> Iterator[Row]:
+    """Wall time of a whole training step on this machine, the mixers taking turns; medians.
+
+    `ratio_to_preln` compares with PreLN with the same recomputation: recomputed for recomputed and undone.
+    """
+    all_subjects = [preln(way) for way in dict.fromkeys(preln(way).backward for way in ways)]
+    all_subjects += subjects(ways, forms, key_dims)
+    tokens = jax.random.randint(
+        jax.random.key(0), (CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1), 0, 256, jnp.int32
+    )
+
+    def runner(subject: Subject) -> Callable[[], Any]:
+        config = subject.config(CPU_SIZE, depth)
+        step, state = make_train_step(config), make_state(config)
+
+        def run() -> Any:
+            nonlocal state
+            state, metrics = step(state, tokens)
+            return metrics
+
+        return run
+
+    times = _alternating([runner(subject) for subject in all_subjects], repetitions)
+    medians = {subject: statistics.median(each) for subject, each in zip(all_subjects, times, strict=True)}
+    for subject, median in medians.items():
+        yield subject.row("step_seconds", depth, median, "seconds", medians[preln(subject.backward)])
+
+
+def compile_rows(
+    place: Place, ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]
+) -> Iterator[Row]:
+    """Seconds to trace and compile loss and gradient, at depths 12 and 96."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    reference = {}
+    for subject in [preln(), *subjects(ways, forms, key_dims)]:
+        for depth in (12, 96):
+            config = subject.config(CPU_SIZE, depth)
+            start = time.perf_counter()
+            compile_gradient(config, place)
+            seconds = time.perf_counter() - start
+            reference.setdefault(depth, seconds)
+            yield subject.row("compile_seconds", depth, seconds, "seconds", reference[depth])
+
+
+def write_rows(key_dims: Sequence[int], repetitions: int) -> Iterator[Row]:
+    """Seconds of one write for 1024 tokens, width 256 and 8 groups, and of one copy of the same bytes."""
+    groups, tokens = 8, CPU_SIZE.tokens
+    value_dim = CPU_SIZE.width // groups
+    write = jax.vmap(jax.vmap(lambda m, p, o: rls_write(m.T, p, o)))
+
+    def after(memory: Any, inverse_covariance: Any, observation: Observation) -> Any:
+        memory, inverse_covariance = write(memory, inverse_covariance, observation)
+        return jnp.swapaxes(memory, -1, -2), inverse_covariance
+
+    rng = np.random.default_rng(0)
+    for key_dim in key_dims:
+        normal = lambda *shape: jnp.asarray(rng.normal(size=(tokens, groups, *shape)), jnp.float32)  # noqa: E731
+        _, start = init_state(value_dim, key_dim, 10.0)
+        state = normal(key_dim, value_dim), jnp.broadcast_to(start, (tokens, groups, key_dim, key_dim))
+        observation = Observation(
+            normal(key_dim), normal(value_dim), jnp.full((tokens, groups), 0.98), jnp.ones((tokens, groups))
+        )
+        one_write = functools.partial(jax.jit(after), *state, observation)
+        one_copy = functools.partial(jax.jit(lambda *state: jax.tree.map(lambda leaf: leaf + 1, state)), *state)
+        times = _alternating([one_write, one_copy], repetitions)
+        for what, each in zip(("write_seconds", "copy_seconds"), times, strict=True):
+            seconds = statistics.median(each)
+            yield Row(what, "ldm", None, "recurrent", key_dim, 1, "float32", seconds, "seconds", None)
+
+
+def _alternating(runs: Sequence[Callable[[], Any]], repetitions: int) -> list[list[float]]:
+    """Seconds of each, taking turns; the first two rounds, which compile and warm up, do not count."""
+    times: list[list[float]] = [[] for _ in runs]
+    for repetition in range(-2, repetitions):
+        for run, each in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if repetition >= 0:
+                each.append(time.perf_counter() - start)
+    return times

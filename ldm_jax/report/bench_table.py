@@ -1,0 +1,69 @@
+"""Figures of a benchmark as a table, as JSON, and as a picture of memory against depth."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
+from ldm_jax.report.bench import Row
+
+_SCALES = {"bytes": ("MiB", 2**-20), "seconds": ("ms", 1e3), "flops": ("GFLOP", 1e-9)}
+
+
+def print_rows(rows: Iterable[Row], title: str) -> list[Row]:
+    """Prints each row as it is measured; returns them all."""
+    layout = "{:<16} {:<6} {:<10} {:<9} {:>3} {:>5}  {:<8} {:>18} {:>10}"
+    print(f"{title}\n")
+    print(layout.format("what", "mixer", "backward", "form", "K", "depth", "type", "value", "over PreLN"))
+    seen = []
+    for row in rows:
+        seen.append(row)
+        unit, scale = _SCALES[row.unit]
+        ratio = "" if row.ratio_to_preln is None else f"{row.ratio_to_preln:.2f}"
+        names = row.what, row.mixer, row.backward or "", row.form or "", row.key_dim or "", row.depth
+        print(layout.format(*names, row.compute_dtype, f"{row.value * scale:,.2f} {unit}", ratio), flush=True)
+    return seen
+
+
+def write_rows(rows: Sequence[Row], file: Path) -> None:
+    """Writes the rows as a JSON list of objects.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        write_atomically(file, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"the figures cannot be written to {file}: {error}.") from error
+
+
+def plot_memory(rows: Sequence[Row], file: Path) -> None:
+    """Compiled temporary memory against depth, one line for each mixer, form, K and way.
+
+    Raises:
+        UserError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        name = "PreLN" if row.mixer == "preln" else f"LDM {row.form}, K {row.key_dim}"
+        lines.setdefault(f"{name}, {row.backward}", []).append((row.depth, row.value / 2**20))
+    for index, (name, points) in enumerate(lines.items()):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, "o^sDv"[index % 5] + ("-", "--", ":", "-.")[index % 4], color=f"C{index}", label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("blocks")
+    axes.set_ylabel("compiled temporary memory (MiB)")
+    axes.set_title("Loss and gradient: temporary memory against depth (width 256, 1024 tokens, float32)")
+    axes.grid(alpha=0.3, which="both")
+    axes.set_xticks(sorted({row.depth for row in rows}))
+    figure.legend(loc="outside right center")
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the picture {file} cannot be written: {error}.") from error

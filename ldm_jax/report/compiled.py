@@ -1,0 +1,85 @@
+"""A training step's gradient, compiled and not run: for this machine, or for a TPU that is not there."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ldm_jax.config import Config
+from ldm_jax.errors import UserError
+from ldm_jax.nn import Params, init_params, model_graph
+from ldm_jax.typing import Scalar
+
+# Without this the TPU compiler prefetches what it can into on-chip memory, and its count of bytes, which takes no note
+# of where an operand lies, counts those copies and their uses as traffic with the main memory (HBM), too.
+_NO_PREFETCH: dict[str, str | bool] = {"xla_vf_vmem_memory_space_assignment": False}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program is compiled for."""
+
+    name: str
+    sharding: jax.sharding.Sharding | None = None
+    """None: this machine's first device."""
+
+
+def this_machine() -> Place:
+    """The device that JAX would use."""
+    return Place(jax.devices()[0].platform)
+
+
+def tpu(topology: str) -> Place:
+    """One chip of a TPU slice such as v5e:2x2; nothing is run, and no TPU is needed.
+
+    Raises:
+        UserError: the TPU compiler is not installed, or it does not know the slice.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud what this machine is
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:
+        raise UserError(
+            f'the TPU compiler cannot compile for "{topology}": {str(error).splitlines()[0]} It needs the optional '
+            "extra, pip install -e '.[tpu]', and a slice such as v5e:2x2, v5p:2x2x1 or v6e:16x16."
+        ) from error
+    return Place(topology, jax.sharding.SingleDeviceSharding(devices[0]))
+
+
+def compile_gradient(config: Config, place: Place, *, count_traffic: bool = False) -> jax.stages.Compiled:
+    """Loss and gradient of a batch, compiled: a training step without the optimiser, which is the same for every mixer.
+
+    With `count_traffic` all operands stay in the main memory, so that the compiler's "bytes accessed" is the traffic.
+    """
+    graph = model_graph(config.model, config.mixer)
+
+    def loss(params: Params, windows: Any) -> Scalar:
+        return nnx.merge(graph, params).loss(windows[:, :-1], windows[:, 1:])
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding)
+
+    params = jax.tree.map(shape, jax.eval_shape(lambda: init_params(config.model, config.mixer, 0)))
+    windows = shape(jnp.zeros((config.train.batch_size, config.data.context + 1), jnp.int32))
+    options = _NO_PREFETCH if count_traffic and place.sharding is not None else None
+    return jax.jit(jax.value_and_grad(loss)).lower(params, windows).compile(compiler_options=options)
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> float:
+    """What the program needs beside its arguments and results, on one device."""
+    analysis: Any = compiled.memory_analysis()
+    return float(analysis.temp_size_in_bytes)
+
+
+def costs(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """The compiler's counts: "flops", "bytes accessed". A loop's body counts once."""
+    analysis: Any = compiled.cost_analysis()
+    return analysis

@@ -1,0 +1,76 @@
+"""The benchmark: what a row holds, how its ratios come about, what it refuses."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ldm_jax.errors import UserError
+from ldm_jax.memory import Backward
+from ldm_jax.mixers import Form
+from ldm_jax.report import bench
+from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
+from ldm_jax.report.compiled import this_machine, tpu
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench.py"
+KEYS = ["what", "mixer", "backward", "form", "key_dim", "depth", "compute_dtype", "value", "unit", "ratio_to_preln"]
+without_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="it is installed")
+with_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Of the sizes that are measured only the depth stays."""
+    monkeypatch.setattr(bench, "CPU_SIZE", bench.Size(width=64, tokens=32, batch=2))
+
+
+def test_memory_rows(small, tmp_path, capsys):
+    rows = list(bench.memory_rows(this_machine(), [Backward.UNDONE], [Form.RECURRENT], [4], (2, 4)))
+    print_rows(rows, "a title")
+    assert "slope_per_block  ldm    undone     recurrent   4     4" in capsys.readouterr().out
+    assert {row.what for row in rows} == {"temporary_bytes", "slope_per_block"}
+    preln = {row.what: row for row in rows if (row.mixer, row.backward, row.depth) == ("preln", "recomputed", 4)}
+    ldm = {row.what: row for row in rows if (row.mixer, row.depth) == ("ldm", 4)}
+    for what, row in ldm.items():
+        assert row.ratio_to_preln == pytest.approx(row.value / preln[what].value)
+        assert preln[what].ratio_to_preln == 1
+    # per block: the stream, two errors, two projected keys, innovations and importances
+    kept = 32 * 4 * (64 + 2 * (64 + 8 * (4 + 2)))
+    assert ldm["slope_per_block"].value == pytest.approx(kept, rel=0.25)
+    write_rows(rows, tmp_path / "rows.json")
+    assert list(json.loads((tmp_path / "rows.json").read_text())[0]) == KEYS
+    plot_memory([row for row in rows if row.what == "temporary_bytes"], tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_step_rows_compare_with_the_same_recomputation(small):
+    rows = list(bench.step_rows([Backward.UNDONE], [Form.RECURRENT], [4], 1, 1))
+    assert [(row.mixer, row.backward) for row in rows] == [("preln", "recomputed"), ("ldm", "undone")]
+    assert rows[1].ratio_to_preln == pytest.approx(rows[1].value / rows[0].value)
+
+
+@without_tpu_compiler
+def test_no_tpu_compiler():
+    with pytest.raises(UserError, match=re.escape("pip install -e '.[tpu]'")):
+        tpu("v5e:2x2")
+
+
+def test_traffic_needs_a_tpu_slice():
+    done = subprocess.run([sys.executable, str(SCRIPT), "traffic"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: traffic is counted by the TPU compiler: add --tpu v5e:2x2")
+
+
+@pytest.mark.slow
+@with_tpu_compiler
+def test_traffic_and_temporaries_on_a_tpu(tmp_path):
+    command = [sys.executable, str(SCRIPT), "traffic", "--tpu", "v5e:2x2", "--ways", "undone", "--dtypes", "float32"]
+    subprocess.run([*command, "--forms", "dual", "--json", str(tmp_path / "rows.json")], check=True)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    moved = {row["mixer"]: row["ratio_to_preln"] for row in rows if row["what"] == "hbm_bytes"}
+    assert moved["ldm"] < 2
