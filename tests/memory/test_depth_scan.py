@@ -1,6 +1,10 @@
 """The scan over layers: three ways back, one gradient, whatever the gates and whatever it is nested in."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -303,3 +307,11 @@ def test_dual_read_equals_the_memory_in_values_and_gradients(rng, x64, name):
     assert worst(actual, expected) < 1e-10
     value, weights = dual_read(final(arguments[0])[1], arguments[1], arguments[0])
     np.testing.assert_allclose(weights @ arguments[0].value, value, rtol=1e-9)
+
+
+def test_sharded_tokens():
+    script = Path(__file__).parent / "sharded_scan.py"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "sharded: the same"
