@@ -59,7 +59,7 @@ def plot_memory(rows: Sequence[Row], file: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("blocks")
     axes.set_ylabel("compiled temporary memory (MiB)")
-    axes.set_title("Loss and gradient: temporary memory against depth (width 256, 1024 tokens, float32)")
+    figure.suptitle("Loss and gradient: temporary memory against depth (width 256, 1024 tokens, float32)")
     axes.grid(alpha=0.3, which="both")
     axes.set_xticks(sorted({row.depth for row in rows}))
     figure.legend(loc="outside right center")
