@@ -15,7 +15,7 @@ from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form
 from ldm_jax.report import bench
 from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
-from ldm_jax.report.compiled import this_machine, tpu
+from ldm_jax.report.compiled import tpu_chip
 
 
 class What(enum.StrEnum):
@@ -32,7 +32,7 @@ TITLES = {
     What.MEMORY: "Temporary memory of loss and gradient, compiled",
     What.TRAFFIC: "Main memory traffic and flops of loss and gradient, per block; attention is a token-local stand-in",
     What.STEP: "Seconds of a training step, the mixers taking turns, median",
-    What.COMPILE: "Seconds to trace and compile loss and gradient",
+    What.COMPILE: "Seconds to trace and compile loss and gradient, the depths taking turns, median",
     What.WRITE: "Seconds of one write, and of one copy of the same bytes, median",
 }
 
@@ -62,36 +62,55 @@ class Arguments:
     """Blocks (memory; the slope is between the last two). None: 6, 12 and 24, for a TPU 24."""
     step_depth: int = 4
     """Blocks (step)."""
-    repetitions: int = 10
-    """Rounds (step, write)."""
+    repetitions: int | None = None
+    """Rounds (step, compile, write). None: 10, of compile 2."""
+
+
+def check(arguments: Arguments) -> None:
+    """Raises UserError for numbers and combinations that measure nothing."""
+    if arguments.what is What.TRAFFIC and arguments.tpu is None:
+        raise UserError("traffic is counted by the TPU compiler: add --tpu v5e:2x2 (pip install -e '.[tpu]').")
+    if arguments.tpu is not None and arguments.what not in (What.MEMORY, What.TRAFFIC):
+        raise UserError(f"{arguments.what} is measured on this machine: leave --tpu out.")
+    if arguments.plot is not None and (arguments.what is not What.MEMORY or arguments.tpu is not None):
+        raise UserError("the picture is one of memory on this machine: leave --plot out.")
+    depths = arguments.depths or (1,)
+    if min(depths) < 1 or list(depths) != sorted(set(depths)):
+        raise UserError(f"depths are {depths}, but they must be at least 1 and rise.")
+    for name, values in (
+        ("key_dims", arguments.key_dims or (1,)),
+        ("step_depth", (arguments.step_depth,)),
+        ("repetitions", (1 if arguments.repetitions is None else arguments.repetitions,)),
+    ):
+        if min(values) < 1:
+            raise UserError(f"{name} is {min(values)}, but it must be at least 1.")
 
 
 def rows(arguments: Arguments) -> Iterator[bench.Row]:
     """The figures that are asked for, as they are measured."""
     key_dims = arguments.key_dims or ((4, 16) if arguments.tpu is None else (8,))
     subjects = arguments.ways, arguments.forms, key_dims
-    place = this_machine() if arguments.tpu is None else tpu(arguments.tpu)
+    chip = None if arguments.tpu is None else tpu_chip(arguments.tpu)
     match arguments.what:
         case What.MEMORY:
-            depths = arguments.depths or ((6, 12, 24) if arguments.tpu is None else (24,))
-            return bench.memory_rows(place, *subjects, depths)
+            return bench.memory_rows(chip, *subjects, arguments.depths or ((6, 12, 24) if chip is None else (24,)))
         case What.TRAFFIC:
-            return bench.traffic_rows(place, *subjects, arguments.dtypes)
+            return bench.traffic_rows(chip, *subjects, arguments.dtypes)
         case What.STEP:
-            return bench.step_rows(*subjects, arguments.step_depth, arguments.repetitions)
+            return bench.step_rows(*subjects, arguments.step_depth, arguments.repetitions or 10)
         case What.COMPILE:
-            return bench.compile_rows(place, *subjects)
+            jax.config.update("jax_enable_compilation_cache", False)
+            return bench.compile_rows(*subjects, arguments.repetitions or 2)
         case What.WRITE:
-            return bench.write_rows(key_dims, arguments.repetitions)
+            return bench.write_rows(key_dims, arguments.repetitions or 10)
 
 
 def main() -> None:
     """Parses and measures."""
     arguments = parse(Arguments)
+    check(arguments)
     if arguments.tpu is not None:
         jax.config.update("jax_platforms", "cpu")
-    if arguments.what is What.TRAFFIC and arguments.tpu is None:
-        raise UserError("traffic is counted by the TPU compiler: add --tpu v5e:2x2 (pip install -e '.[tpu]').")
     found = print_rows(rows(arguments), TITLES[arguments.what])
     if arguments.json is not None:
         write_rows(found, arguments.json)

@@ -46,9 +46,9 @@ def depth_scan(
     grows with depth by what is kept, whatever the state's size. `undo` need not return the very bits: the gradient is
     that of the step at the state which it returns.
 
-    Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` and `undo` close over are
-    differentiated, too; integers have no gradient. JAX has no forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`)
-    through `undone`: use `recomputed`.
+    Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` closes over are differentiated,
+    too, those of `undo` have no part in the gradient; integers have none. JAX has no forward mode (`jax.jvp`,
+    `jax.jacfwd`, `jax.hessian`) through `undone`: use `recomputed`.
 
     Args:
         step: `(layer, state) -> (state, kept)`. The state is a pytree of arrays that keeps its structure, shapes and
@@ -63,6 +63,9 @@ def depth_scan(
     Raises:
         ValueError: `undone` without `undo`.
         TypeError: forward-mode differentiation through `undone`.
+
+    Source: reversible networks (Gomez et al., arXiv 1707.04585) compute earlier states from later ones, too; what a
+    write keeps so that it can be undone is ours.
     """
     match backward:
         case Backward.STORED:

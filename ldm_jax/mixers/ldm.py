@@ -60,9 +60,9 @@ class LDMLayer(nnx.Module):
 class LDMEnds(nnx.Module):
     """Before the stack the embedding is observed, if asked for; after it a last reader adds to the stream."""
 
-    def __init__(self, width: int, config: LDMConfig, *, scan: int | None, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, width: int, config: LDMConfig, *, scanned_sublayers: int | None, dtype: DType, rngs: nnx.Rngs):
         self.config = config
-        self.writes = None if scan is None else scan + config.write_embedding
+        self.writes = None if scanned_sublayers is None else scanned_sublayers + config.write_embedding
         self.dtype = dtype
         self.reader = Reader(width, config, dtype=dtype, rngs=rngs)
         self.writer = Writer(width, config, dtype=dtype, rngs=rngs) if config.write_embedding else None

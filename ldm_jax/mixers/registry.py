@@ -68,13 +68,15 @@ def make_layer(config: MixerConfig, width: int, sublayers: int, *, dtype: DType,
             return LDMLayer(width, sublayers, config.ldm, dtype=dtype, rngs=rngs)
 
 
-def make_ends(config: MixerConfig, width: int, *, scan: int | None, dtype: DType, rngs: nnx.Rngs) -> MixerEnds:
+def make_ends(
+    config: MixerConfig, width: int, *, scanned_sublayers: int | None, dtype: DType, rngs: nnx.Rngs
+) -> MixerEnds:
     """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`.
 
-    `scan` is the number of sublayers if a scan goes over them, so that the state must keep its shape; else None.
+    With `scanned_sublayers`, a scan goes over that many sublayers and the state keeps its shape; None: it may grow.
     """
     match config.kind:
         case MixerKind.PRELN:
             return PreLNEnds()
         case MixerKind.LDM:
-            return LDMEnds(width, config.ldm, scan=scan, dtype=dtype, rngs=rngs)
+            return LDMEnds(width, config.ldm, scanned_sublayers=scanned_sublayers, dtype=dtype, rngs=rngs)

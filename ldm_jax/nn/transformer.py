@@ -29,8 +29,8 @@ class Transformer(nnx.Module):
         self.blocks = jax.vmap(lambda key: Block(config, mixer, rngs=nnx.Rngs(key)))(
             jax.random.split(rngs.blocks(), config.depth)
         )
-        scan = config.sublayers if config.scan else None
-        self.mixer = make_ends(mixer, width, scan=scan, dtype=dtype, rngs=nnx.Rngs(rngs.mixer()))
+        scanned = config.sublayers if config.scan else None
+        self.mixer = make_ends(mixer, width, scanned_sublayers=scanned, dtype=dtype, rngs=nnx.Rngs(rngs.mixer()))
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         untied = None if config.tied else nnx.Linear(width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
         self.head = untied

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, DataConfig, ModelConfig, TrainConfig
-from ldm_jax.memory import Backward, Observation, init_state, rls_write
-from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind
-from ldm_jax.report.compiled import Place, compile_gradient, costs, temporary_bytes
+from ldm_jax.memory import Backward, Observation
+from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
+from ldm_jax.mixers.memory_form import Recurrent
+from ldm_jax.report.compiled import Chip, compile_gradient, costs, temporary_bytes
 from ldm_jax.train.step import make_state, make_train_step
 
 
@@ -31,7 +32,8 @@ class Row:
     key_dim: int | None
     depth: int
     compute_dtype: str
-    value: float
+    value: float | None
+    """None: the program does not fit the chip."""
     unit: str
     ratio_to_preln: float | None
 
@@ -57,10 +59,13 @@ class Subject:
             train=TrainConfig(batch_size=size.batch),
         )
 
-    def row(self, what: str, depth: int, value: float, unit: str, preln: float, dtype: str = "float32") -> Row:
+    def row(
+        self, what: str, depth: int, value: float | None, unit: str, preln: float | None, dtype: str = "float32"
+    ) -> Row:
         """A figure of this mixer, beside PreLN's."""
+        ratio = None if value is None or preln is None else value / preln
         names = str(self.kind), str(self.backward), self.form and str(self.form), self.key_dim
-        return Row(what, *names, depth, dtype, value, unit, value / preln)
+        return Row(what, *names, depth, dtype, value, unit, ratio)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,6 @@ class Size:
 
 CPU_SIZE = Size(width=256, tokens=1024, batch=4)
 TPU_SIZE = Size(width=1024, tokens=4096, batch=1)
-MIB = 2**20
 
 
 def preln(backward: Backward = Backward.RECOMPUTED) -> Subject:
@@ -89,7 +93,7 @@ def subjects(ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence
 
 
 def memory_rows(
-    place: Place,
+    chip: Chip | None,
     ways: Sequence[Backward],
     forms: Sequence[Form],
     key_dims: Sequence[int],
@@ -99,27 +103,27 @@ def memory_rows(
 
     `ratio_to_preln` compares with PreLN recomputed. For a TPU, attention is the stand-in `local`.
     """
-    on_tpu = place.sharding is not None
-    size = TPU_SIZE if on_tpu else CPU_SIZE
-    attention = AttentionImplementation.LOCAL if on_tpu else AttentionImplementation.XLA
-    reference: dict[int, float] = {}
+    size = CPU_SIZE if chip is None else TPU_SIZE
+    attention = AttentionImplementation.XLA if chip is None else AttentionImplementation.LOCAL
+    reference: dict[int, float | None] = {}
     reference_slope = None
     for subject in [preln(), preln(Backward.STORED), *subjects(ways, forms, key_dims)]:
         found = {}
         for depth in depths:
             config = subject.config(size, depth, attention=attention)
-            found[depth] = temporary_bytes(compile_gradient(config, place))
+            found[depth] = temporary_bytes(config, chip)
             reference.setdefault(depth, found[depth])
             yield subject.row("temporary_bytes", depth, found[depth], "bytes", reference[depth])
         if len(depths) > 1:
             few, many = depths[-2:]
-            slope = (found[many] - found[few]) / (many - few)
+            fits = found[few] is not None and found[many] is not None
+            slope = (found[many] - found[few]) / (many - few) if fits else None
             reference_slope = slope if reference_slope is None else reference_slope
             yield subject.row("slope_per_block", many, slope, "bytes", reference_slope)
 
 
 def traffic_rows(
-    place: Place,
+    chip: Chip | None,
     ways: Sequence[Backward],
     forms: Sequence[Form],
     key_dims: Sequence[int],
@@ -134,7 +138,7 @@ def traffic_rows(
     def measure(subject: Subject, dtype: ComputeType) -> list[float]:
         options = {"scan": False, "attention": AttentionImplementation.LOCAL, "compute_dtype": dtype}
         few, many = (
-            costs(compile_gradient(subject.config(TPU_SIZE, depth, **options), place, count_traffic=True))
+            costs(compile_gradient(subject.config(TPU_SIZE, depth, **options), chip, count_traffic=True))
             for depth in (2, 4)
         )
         return [(many[name] - few[name]) / 2 for name in ("bytes accessed", "flops")]
@@ -178,51 +182,45 @@ def step_rows(
 
 
 def compile_rows(
-    place: Place, ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]
+    ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], repetitions: int
 ) -> Iterator[Row]:
-    """Seconds to trace and compile loss and gradient, at depths 12 and 96."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    """Seconds to trace and compile loss and gradient for this machine at depths 12 and 96, taking turns; medians.
+
+    Programs kept from earlier runs must be out of reach: the caller turns JAX's compilation cache off.
+    """
     reference = {}
     for subject in [preln(), *subjects(ways, forms, key_dims)]:
-        for depth in (12, 96):
-            config = subject.config(CPU_SIZE, depth)
-            start = time.perf_counter()
-            compile_gradient(config, place)
-            seconds = time.perf_counter() - start
+        configs = {depth: subject.config(CPU_SIZE, depth) for depth in (12, 96)}
+        runs = [functools.partial(compile_gradient, config, None) for config in configs.values()]
+        for depth, times in zip(configs, _alternating(runs, repetitions, warm_up=1), strict=True):
+            seconds = statistics.median(times)
             reference.setdefault(depth, seconds)
             yield subject.row("compile_seconds", depth, seconds, "seconds", reference[depth])
 
 
 def write_rows(key_dims: Sequence[int], repetitions: int) -> Iterator[Row]:
-    """Seconds of one write for 1024 tokens, width 256 and 8 groups, and of one copy of the same bytes."""
+    """Seconds of the mixer's write for 1024 tokens, width 256 and 8 groups, and of a copy of its state; medians."""
     groups, tokens = 8, CPU_SIZE.tokens
-    value_dim = CPU_SIZE.width // groups
-    write = jax.vmap(jax.vmap(lambda m, p, o: rls_write(m.T, p, o)))
-
-    def after(memory: Any, inverse_covariance: Any, observation: Observation) -> Any:
-        memory, inverse_covariance = write(memory, inverse_covariance, observation)
-        return jnp.swapaxes(memory, -1, -2), inverse_covariance
-
+    value_dim, form = CPU_SIZE.width // groups, Recurrent(Write.RLS)
     rng = np.random.default_rng(0)
     for key_dim in key_dims:
         normal = lambda *shape: jnp.asarray(rng.normal(size=(tokens, groups, *shape)), jnp.float32)  # noqa: E731
-        _, start = init_state(value_dim, key_dim, 10.0)
-        state = normal(key_dim, value_dim), jnp.broadcast_to(start, (tokens, groups, key_dim, key_dim))
+        state = form.start((tokens,), groups, value_dim, key_dim, 10.0)._replace(memory=normal(key_dim, value_dim))
         observation = Observation(
             normal(key_dim), normal(value_dim), jnp.full((tokens, groups), 0.98), jnp.ones((tokens, groups))
         )
-        one_write = functools.partial(jax.jit(after), *state, observation)
-        one_copy = functools.partial(jax.jit(lambda *state: jax.tree.map(lambda leaf: leaf + 1, state)), *state)
+        one_write = functools.partial(jax.jit(form.write), state, observation)
+        one_copy = functools.partial(jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state)), state)
         times = _alternating([one_write, one_copy], repetitions)
         for what, each in zip(("write_seconds", "copy_seconds"), times, strict=True):
             seconds = statistics.median(each)
             yield Row(what, "ldm", None, "recurrent", key_dim, 1, "float32", seconds, "seconds", None)
 
 
-def _alternating(runs: Sequence[Callable[[], Any]], repetitions: int) -> list[list[float]]:
-    """Seconds of each, taking turns; the first two rounds, which compile and warm up, do not count."""
+def _alternating(runs: Sequence[Callable[[], Any]], repetitions: int, warm_up: int = 2) -> list[list[float]]:
+    """Seconds of each, taking turns; the first rounds, which compile and warm up, do not count."""
     times: list[list[float]] = [[] for _ in runs]
-    for repetition in range(-2, repetitions):
+    for repetition in range(-warm_up, repetitions):
         for run, each in zip(runs, times, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(run())

@@ -22,8 +22,9 @@ def print_rows(rows: Iterable[Row], title: str) -> list[Row]:
         seen.append(row)
         unit, scale = _SCALES[row.unit]
         ratio = "" if row.ratio_to_preln is None else f"{row.ratio_to_preln:.2f}"
+        value = "does not fit" if row.value is None else f"{row.value * scale:,.2f} {unit}"
         names = row.what, row.mixer, row.backward or "", row.form or "", row.key_dim or "", row.depth
-        print(layout.format(*names, row.compute_dtype, f"{row.value * scale:,.2f} {unit}", ratio), flush=True)
+        print(layout.format(*names, row.compute_dtype, value, ratio), flush=True)
     return seen
 
 
@@ -51,6 +52,8 @@ def plot_memory(rows: Sequence[Row], file: Path) -> None:
     axes = figure.subplots()
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
+        if row.value is None:
+            continue
         name = "PreLN" if row.mixer == "preln" else f"LDM {row.form}, K {row.key_dim}"
         lines.setdefault(f"{name}, {row.backward}", []).append((row.depth, row.value / 2**20))
     for index, (name, points) in enumerate(lines.items()):

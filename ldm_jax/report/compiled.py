@@ -1,7 +1,6 @@
 """A training step's gradient, compiled and not run: for this machine, or for a TPU that is not there."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,21 +17,11 @@ from ldm_jax.typing import Scalar
 _NO_PREFETCH: dict[str, str | bool] = {"xla_vf_vmem_memory_space_assignment": False}
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a program is compiled for."""
-
-    name: str
-    sharding: jax.sharding.Sharding | None = None
-    """None: this machine's first device."""
+Chip = jax.sharding.SingleDeviceSharding
+"""What a program is compiled for that is not for this machine."""
 
 
-def this_machine() -> Place:
-    """The device that JAX would use."""
-    return Place(jax.devices()[0].platform)
-
-
-def tpu(topology: str) -> Place:
+def tpu_chip(topology: str) -> Chip:
     """One chip of a TPU slice such as v5e:2x2; nothing is run, and no TPU is needed.
 
     Raises:
@@ -47,17 +36,19 @@ def tpu(topology: str) -> Place:
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:
+        reason = str(error).partition("\n")[0]
         raise UserError(
-            f'the TPU compiler cannot compile for "{topology}": {str(error).splitlines()[0]} It needs the optional '
-            "extra, pip install -e '.[tpu]', and a slice such as v5e:2x2, v5p:2x2x1 or v6e:16x16."
+            f'the TPU compiler cannot compile for "{topology}": {reason} It needs the optional extra, '
+            "pip install -e '.[tpu]', and a slice such as v5e:2x2, v5p:2x2x1 or v6e:16x16."
         ) from error
-    return Place(topology, jax.sharding.SingleDeviceSharding(devices[0]))
+    return Chip(devices[0])
 
 
-def compile_gradient(config: Config, place: Place, *, count_traffic: bool = False) -> jax.stages.Compiled:
+def compile_gradient(config: Config, chip: Chip | None, *, count_traffic: bool = False) -> jax.stages.Compiled:
     """Loss and gradient of a batch, compiled: a training step without the optimiser, which is the same for every mixer.
 
-    With `count_traffic` all operands stay in the main memory, so that the compiler's "bytes accessed" is the traffic.
+    For a TPU chip, or for this machine (None). With `count_traffic` all operands stay in the main memory, so that the
+    compiler's "bytes accessed" is the traffic with it.
     """
     graph = model_graph(config.model, config.mixer)
 
@@ -65,17 +56,22 @@ def compile_gradient(config: Config, place: Place, *, count_traffic: bool = Fals
         return nnx.merge(graph, params).loss(windows[:, :-1], windows[:, 1:])
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip)
 
     params = jax.tree.map(shape, jax.eval_shape(lambda: init_params(config.model, config.mixer, 0)))
     windows = shape(jnp.zeros((config.train.batch_size, config.data.context + 1), jnp.int32))
-    options = _NO_PREFETCH if count_traffic and place.sharding is not None else None
+    options = _NO_PREFETCH if count_traffic and chip is not None else None
     return jax.jit(jax.value_and_grad(loss)).lower(params, windows).compile(compiler_options=options)
 
 
-def temporary_bytes(compiled: jax.stages.Compiled) -> float:
-    """What the program needs beside its arguments and results, on one device."""
-    analysis: Any = compiled.memory_analysis()
+def temporary_bytes(config: Config, chip: Chip | None) -> float | None:
+    """What `compile_gradient` needs beside its arguments and results, bytes on one device; None if it does not fit."""
+    try:
+        analysis: Any = compile_gradient(config, chip).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
     return float(analysis.temp_size_in_bytes)
 
 

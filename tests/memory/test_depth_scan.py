@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from depth_problems import FORMS, RLS, random_observations
 from ldm_jax import Backward, Observation, depth_scan, dual_read, rls_read
@@ -89,6 +90,11 @@ def worst(actual, expected):
     return max(np.linalg.norm(a - b) / max(np.linalg.norm(b), least) for a, b in pairs)
 
 
+def whole(actual, expected):
+    """The norm of the difference over the norm of what is expected, of all leaves together."""
+    return worst(*(ravel_pytree(tree)[0] for tree in (actual, expected)))
+
+
 FLOOR = 1e-3 ** (1 / DEPTH)
 GATES = {
     "ordinary": {},
@@ -118,15 +124,21 @@ def test_undone_equals_stored_at_extreme_gates(rng, x64, form, name, record_prop
     expected = loss_and_gradient(form, "stored", True, layers, start(form, jnp.float64), 1.0)
     actual = loss_and_gradient(form, "undone", True, layers, start(form, jnp.float64), 1.0)
     assert worst(actual, expected) < 1e-10
-    # float32 against float64: what the arithmetic itself loses is what stored loses. Undoing goes through the same
-    # writes once more, and so may lose a few times that. At ordinary gates both are far below 1e-5.
+
+    # float32: undone against stored, over the whole gradient, which is what an optimiser is given. Where all keys are
+    # one, forgetting has inflated P a thousand times in the other directions, and stored itself is off by more.
     single = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
-    of = {
-        way: worst(loss_and_gradient(form, way, True, single, start(form, jnp.float32), jnp.float32(1)), expected)
+    stored, undone = (
+        loss_and_gradient(form, way, True, single, start(form, jnp.float32), jnp.float32(1))
         for way in ("stored", "undone")
-    }
-    record_property("float32", str(of))
-    assert of["undone"] < 1e-5 + 4 * of["stored"]
+    )
+    record_property(
+        "float32", f"undone {whole(undone, stored):.1e}, stored against float64 {worst(stored, expected):.1e}"
+    )
+    if name != "identical keys":
+        assert whole(undone, stored) < 1e-5
+    # Every leaf by itself: the write is gone through once more, so a few times what stored loses against float64.
+    assert worst(undone, expected) < 1e-5 + 4 * worst(stored, expected)
 
 
 @pytest.mark.parametrize(("backward", "scan"), WAYS)
@@ -215,7 +227,11 @@ def test_forward_mode_names_recomputed(rng, scan):
     tangent = jax.tree.map(jnp.ones_like, layers)
     with pytest.raises(TypeError, match="recomputed"):
         jax.jvp(lambda x: network(RLS, "undone", scan)(x, state).stream, (layers,), (tangent,))
-    jax.jvp(lambda x: network(RLS, "recomputed", scan)(x, state).stream, (layers,), (tangent,))
+    by_recomputed, by_stored = (
+        jax.jvp(lambda x, way=way: network(RLS, way, scan)(x, state).stream, (layers,), (tangent,))
+        for way in ("recomputed", "stored")
+    )
+    assert worst(by_recomputed, by_stored) < 1e-6
 
 
 def test_undone_needs_an_undo():

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form
-from ldm_jax.report import bench
+from ldm_jax.report import bench, compiled
 from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
-from ldm_jax.report.compiled import this_machine, tpu
+from ldm_jax.report.compiled import tpu_chip
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench.py"
 KEYS = ["what", "mixer", "backward", "form", "key_dim", "depth", "compute_dtype", "value", "unit", "ratio_to_preln"]
@@ -29,7 +30,7 @@ def small(monkeypatch):
 
 
 def test_memory_rows(small, tmp_path, capsys):
-    rows = list(bench.memory_rows(this_machine(), [Backward.UNDONE], [Form.RECURRENT], [4], (2, 4)))
+    rows = list(bench.memory_rows(None, [Backward.UNDONE], [Form.RECURRENT], [4], (2, 4)))
     print_rows(rows, "a title")
     assert "slope_per_block  ldm    undone     recurrent   4     4" in capsys.readouterr().out
     assert {row.what for row in rows} == {"temporary_bytes", "slope_per_block"}
@@ -57,13 +58,40 @@ def test_step_rows_compare_with_the_same_recomputation(small):
 @without_tpu_compiler
 def test_no_tpu_compiler():
     with pytest.raises(UserError, match=re.escape("pip install -e '.[tpu]'")):
-        tpu("v5e:2x2")
+        tpu_chip("v5e:2x2")
 
 
-def test_traffic_needs_a_tpu_slice():
-    done = subprocess.run([sys.executable, str(SCRIPT), "traffic"], capture_output=True, text=True, check=False)
+def test_what_does_not_fit_is_a_row_without_a_value(small, monkeypatch, capsys):
+    def refuse(config, chip):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: ran out of memory")
+
+    monkeypatch.setattr(compiled, "compile_gradient", refuse)
+    rows = print_rows(bench.memory_rows(None, [Backward.STORED], [Form.RECURRENT], [4], (2, 4)), "a title")
+    assert {(row.value, row.ratio_to_preln) for row in rows} == {(None, None)}
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_write_rows(small):
+    rows = list(bench.write_rows([3], 1))
+    assert [row.what for row in rows] == ["write_seconds", "copy_seconds"]
+    assert all(row.value > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["traffic"], "traffic is counted by the TPU compiler: add --tpu v5e:2x2"),
+        (["step", "--tpu", "v5e:2x2"], "step is measured on this machine: leave --tpu out"),
+        (["step", "--plot", "x.png"], "the picture is one of memory on this machine"),
+        (["memory", "--depths", "4", "4"], "depths are (4, 4), but they must be at least 1 and rise"),
+        (["memory", "--key-dims", "0"], "key_dims is 0, but it must be at least 1"),
+        (["write", "--repetitions", "0"], "repetitions is 0"),
+    ],
+)
+def test_what_the_script_refuses(flags, words):
+    done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: traffic is counted by the TPU compiler: add --tpu v5e:2x2")
+    assert done.stderr.startswith(f"error: {words}")
 
 
 @pytest.mark.slow
