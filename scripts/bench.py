@@ -99,7 +99,6 @@ def rows(arguments: Arguments) -> Iterator[bench.Row]:
         case What.STEP:
             return bench.step_rows(*subjects, arguments.step_depth, arguments.repetitions or 10)
         case What.COMPILE:
-            jax.config.update("jax_enable_compilation_cache", False)
             return bench.compile_rows(*subjects, arguments.repetitions or 2)
         case What.WRITE:
             return bench.write_rows(key_dims, arguments.repetitions or 10)
@@ -111,6 +110,8 @@ def main() -> None:
     check(arguments)
     if arguments.tpu is not None:
         jax.config.update("jax_platforms", "cpu")
+    if arguments.tpu is not None or arguments.what is What.COMPILE:  # programs for no device of ours can't be read back
+        jax.config.update("jax_enable_compilation_cache", False)
     found = print_rows(rows(arguments), TITLES[arguments.what])
     if arguments.json is not None:
         write_rows(found, arguments.json)
