@@ -54,8 +54,8 @@ class Arguments:
     """K. None: 4 and 16, for a TPU 8."""
     ways: tuple[Backward, ...] = tuple(Backward)
     """What the backward pass has."""
-    forms: tuple[Form, ...] = tuple(Form)
-    """Forms of the memory."""
+    forms: tuple[Form, ...] | None = None
+    """Forms of the memory. None: all; fused, whose kernel is for TPUs, with --tpu only."""
     dtypes: tuple[ComputeType, ...] = tuple(ComputeType)
     """Compute types (traffic)."""
     depths: tuple[int, ...] | None = None
@@ -74,6 +74,8 @@ def check(arguments: Arguments) -> None:
         raise UserError(f"{arguments.what} is measured on this machine: leave --tpu out.")
     if arguments.plot is not None and (arguments.what is not What.MEMORY or arguments.tpu is not None):
         raise UserError("the picture is one of memory on this machine: leave --plot out.")
+    if arguments.tpu is None and Form.FUSED in (arguments.forms or ()):
+        raise UserError("the form fused is for TPUs: leave it out of --forms, or add --tpu v5e:2x2.")
     depths = arguments.depths or (1,)
     if min(depths) < 1 or list(depths) != sorted(set(depths)):
         raise UserError(f"depths are {depths}, but they must be at least 1 and rise.")
@@ -89,7 +91,8 @@ def check(arguments: Arguments) -> None:
 def rows(arguments: Arguments) -> Iterator[bench.Row]:
     """The figures that are asked for, as they are measured."""
     key_dims = arguments.key_dims or ((4, 16) if arguments.tpu is None else (8,))
-    subjects = arguments.ways, arguments.forms, key_dims
+    everywhere = (Form.RECURRENT, Form.DUAL) if arguments.tpu is None else tuple(Form)
+    subjects = arguments.ways, arguments.forms or everywhere, key_dims
     chip = None if arguments.tpu is None else tpu_chip(arguments.tpu)
     match arguments.what:
         case What.MEMORY:

@@ -45,7 +45,7 @@ def test_imports_go_one_way(file):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ldm_jax" / "memory").glob("*.py")), ids=lambda file: file.name)
 def test_the_memory_is_pure(file):
-    allowed = {"jax", "numpy", "jaxtyping", "typing", "collections", "dataclasses", "enum"}
+    allowed = {"jax", "numpy", "jaxtyping", "typing", "collections", "dataclasses", "enum", "functools"}
     for module in imports(file):
         assert module.split(".")[0] in allowed or package_of(module) in {"memory", "typing"}, module
 

@@ -7,6 +7,7 @@ from ldm_jax.memory.additive import additive_write, delta_write
 from ldm_jax.memory.depth_loop import depth_memory_loop
 from ldm_jax.memory.depth_scan import Backward, depth_scan
 from ldm_jax.memory.dual import dual_read, dual_weights
+from ldm_jax.memory.fused import undo_write, write_read
 from ldm_jax.memory.observation import Observation
 from ldm_jax.memory.regression import regression_objective, solve_depth_regression
 from ldm_jax.memory.rls import Correction, init_state, rls_apply, rls_correction, rls_read, rls_undo, rls_write
@@ -41,4 +42,6 @@ __all__ = [
     "sqrt_rls_correction",
     "sqrt_rls_undo",
     "sqrt_rls_write",
+    "undo_write",
+    "write_read",
 ]

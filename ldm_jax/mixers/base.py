@@ -5,11 +5,12 @@ sublayer (attention and MLP each count as one) has `read`, `write` and `undo`. F
 norm:
 
     state = ends.start(embedding)
-    state, kept_l = layer_l.write(state, f_l(layer_l.read(state)))        for l = 1 .. N
+    x, state = layer_l.read(state)
+    state, kept_l = layer_l.write(state, f_l(x))        for l = 1 .. N
     h = ends.finish(state)
 
-The state keeps its structure, shapes and types from sublayer to sublayer, so that a `jax.lax.scan` can carry it. The
-two modules hold what is learned.
+Between two sublayers the state has one structure, with the same shapes and types, so that a `jax.lax.scan` can carry
+it. What `read` hands to `write` may be more. The two modules hold what is learned.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -30,8 +31,8 @@ class MixerState(NamedTuple):
 class MixerLayer(Protocol):
     """One sublayer's part of a mixer."""
 
-    def read(self, state: MixerState) -> Hidden:
-        """The sublayer's input `[B, T, D]`, before its norm."""
+    def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
+        """The sublayer's input `[B, T, D]`, before its norm, and the state for `write`: often the same."""
         ...
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, Any]:

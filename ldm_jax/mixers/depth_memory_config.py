@@ -3,6 +3,9 @@
 import enum
 from dataclasses import dataclass
 
+FUSED_WIDTH = 128  # of a TPU's registers
+FUSED_SIZE = 8192  # K V of a group: 64 MiB of on-chip memory
+
 
 class Write(enum.StrEnum):
     """How an observation enters the memory."""
@@ -14,10 +17,12 @@ class Write(enum.StrEnum):
 
 
 class Form(enum.StrEnum):
-    """recurrent: carry the memory. dual: carry its inverse covariance, and keep the values."""
+    """recurrent: carry the memory. dual: carry its inverse covariance, and keep the values. fused: as recurrent, but a
+    write and the next read are one kernel."""
 
     RECURRENT = "recurrent"
     DUAL = "dual"
+    FUSED = "fused"
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class DepthMemoryConfig:
     write: Write = Write.RLS
     """How an observation enters the memory."""
     form: Form = Form.RECURRENT
-    """recurrent: carry the memory. dual: keep the values and sum them; moves less where depth is small and K large."""
+    """recurrent: carry the memory. dual: keep the values and sum them; moves less where depth is small and K large.
+    fused: as recurrent, a write and the next read being one Pallas kernel; for TPUs."""
 
     @property
     def undoable(self) -> bool:
@@ -62,9 +68,18 @@ class DepthMemoryConfig:
             raise ValueError("write is delta, which diverges on long keys, but unit_keys is false: set it to true.")
         if self.write is Write.DELTA and self.form is Form.DUAL:
             raise ValueError("form is dual, which the write delta does not have: set form to recurrent.")
+        if self.form is Form.FUSED and self.write not in (Write.RLS, Write.SQRT_RLS):
+            raise ValueError(f"form is fused, which the write {self.write} does not have: set form to recurrent.")
 
 
 def check_width(width: int, config: DepthMemoryConfig) -> None:
     """Raises ValueError unless the groups divide the width."""
     if width % config.groups:
         raise ValueError(f"groups is {config.groups}, which does not divide the width {width}.")
+    value_dim = width // config.groups
+    if config.form is Form.FUSED and (value_dim % FUSED_WIDTH or value_dim * config.key_dim > FUSED_SIZE):
+        raise ValueError(
+            f"form is fused, whose kernel takes groups whose width is a multiple of {FUSED_WIDTH} and at most "
+            f"{FUSED_SIZE} / key_dim, but key_dim is {config.key_dim} and groups is {config.groups}, which makes "
+            f"groups {value_dim} of {width} wide: change groups, or set form to recurrent."
+        )

@@ -41,16 +41,15 @@ class LDMLayer(nnx.Module):
         self.read_into = config.read_into
         self.memory = DepthMemory(width, sublayers, config, dtype=dtype, rngs=rngs)
 
-    def read(self, state: MixerState) -> Hidden:
-        """`h + read`, the stream being the context of the read."""
-        return state.stream + self.memory.read(state.memory, state.stream)
+    def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
+        """`h + read`, the stream being the context of the read. Into the stream goes, if asked for, what was read."""
+        x = state.stream + self.memory.read(state.memory, state.stream)
+        return x, state._replace(stream=x) if self.read_into is ReadInto.STREAM else state
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, Kept | None]:
-        """Adds the output to the stream and observes it. Into the stream goes, if asked for, what was read, too."""
-        # The second read is the one that the sublayer was given; the compiler computes it once.
-        stream = self.read(state) if self.read_into is ReadInto.STREAM else state.stream
+        """Adds the output to the stream and observes it."""
         memory, kept = self.memory.record(state.memory, output)
-        return MixerState(stream + output, memory), kept
+        return MixerState(state.stream + output, memory), kept
 
     def undo(self, memory: AnyState, kept: Kept | None) -> AnyState:
         """The memory before the write."""

@@ -1,4 +1,4 @@
-"""The two forms of a depth memory, over tokens and groups: what is carried, and how it is read, written and undone.
+"""Two forms of a depth memory, over tokens and groups: what is carried, and how it is read, written and undone.
 
 recurrent: `M` and `P`; a read is `M q`. dual: `P` and the observations so far; a read is a weighted sum of their values
 (`ldm_jax.memory.dual`). Both give the same numbers.
@@ -214,7 +214,15 @@ class Dual(MemoryForm):
 
 
 def make_form(config: DepthMemoryConfig, depth: int | None = None) -> MemoryForm:
-    """The form that the options ask for; of the dual one, for a scan over that many observations."""
+    """The form that the options ask for; of the dual one, for a scan over that many observations.
+
+    Raises ValueError for fused, which only a mixer has.
+    """
+    if config.form is Form.FUSED:
+        raise ValueError(
+            "form is fused, which puts a write off until the next read: only the mixer ldm of a model does that. Here "
+            "set form to recurrent, or call ldm_jax.memory.write_read."
+        )
     return Dual(config.write, depth) if config.form is Form.DUAL else Recurrent(config.write)
 
 

@@ -9,9 +9,9 @@ from ldm_jax.typing import Hidden
 class PreLNLayer(nnx.Module):
     """Reads the stream and adds to it. Nothing is learned."""
 
-    def read(self, state: MixerState) -> Hidden:
+    def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """The stream."""
-        return state.stream
+        return state.stream, state
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
         """The stream plus the output."""

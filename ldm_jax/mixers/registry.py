@@ -7,8 +7,9 @@ from flax import nnx
 
 from ldm_jax.memory.depth_scan import Backward
 from ldm_jax.mixers.base import MixerEnds, MixerLayer
-from ldm_jax.mixers.depth_memory_config import check_width
+from ldm_jax.mixers.depth_memory_config import Form, check_width
 from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, LDMLayer
+from ldm_jax.mixers.ldm_fused import FusedLDMEnds, FusedLDMLayer
 from ldm_jax.mixers.preln import PreLNEnds, PreLNLayer
 from ldm_jax.typing import DType
 
@@ -65,7 +66,8 @@ def make_layer(config: MixerConfig, width: int, sublayers: int, *, dtype: DType,
         case MixerKind.PRELN:
             return PreLNLayer()
         case MixerKind.LDM:
-            return LDMLayer(width, sublayers, config.ldm, dtype=dtype, rngs=rngs)
+            layer = FusedLDMLayer if config.ldm.form is Form.FUSED else LDMLayer
+            return layer(width, sublayers, config.ldm, dtype=dtype, rngs=rngs)
 
 
 def make_ends(
@@ -79,4 +81,5 @@ def make_ends(
         case MixerKind.PRELN:
             return PreLNEnds()
         case MixerKind.LDM:
-            return LDMEnds(width, config.ldm, scanned_sublayers=scanned_sublayers, dtype=dtype, rngs=rngs)
+            ends = FusedLDMEnds if config.ldm.form is Form.FUSED else LDMEnds
+            return ends(width, config.ldm, scanned_sublayers=scanned_sublayers, dtype=dtype, rngs=rngs)

@@ -13,7 +13,7 @@ from ldm_jax.typing import Hidden
 
 
 class Sublayer(nnx.Module):
-    """`state <- write(state, f(norm(read(state))))`."""
+    """`x, state <- read(state); state <- write(state, f(norm(x)))`."""
 
     def __init__(self, function: Callable[[Hidden], Hidden], mixer: MixerLayer, config: ModelConfig, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
@@ -22,7 +22,8 @@ class Sublayer(nnx.Module):
 
     def __call__(self, state: MixerState) -> tuple[MixerState, Any]:
         """The mixer's state after the sublayer, and what undoing its write needs."""
-        return self.mixer.write(state, self.function(self.norm(self.mixer.read(state))))
+        x, state = self.mixer.read(state)
+        return self.mixer.write(state, self.function(self.norm(x)))
 
 
 class BlockKept(NamedTuple):

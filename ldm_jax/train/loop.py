@@ -15,6 +15,7 @@ from ldm_jax.data import ByteCorpus, load_corpus, spread_windows, training_batch
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.infer import generate, make_evaluate
+from ldm_jax.mixers import Form, MixerKind
 from ldm_jax.nn import count_parameters, model_graph
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.metrics import MetricsFile
@@ -36,6 +37,12 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         raise UserError(
             f"model.attention is cudnn, but JAX runs on {jax.default_backend()} here: cuDNN needs an NVIDIA GPU. Set "
             "model.attention to xla."
+        )
+    mixer = config.mixer
+    if mixer.kind is MixerKind.LDM and mixer.ldm.form is Form.FUSED and jax.default_backend() != "tpu":
+        raise UserError(
+            f"mixer.ldm.form is fused, but JAX runs on {jax.default_backend()} here: its kernel is for TPUs. Set "
+            "mixer.ldm.form to recurrent, which has the same numbers and parameters."
         )
     corpus = load_corpus(config.data)
     directory = RunDirectory(path)

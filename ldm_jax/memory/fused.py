@@ -1,0 +1,135 @@
+"""A write and the next read in one pass over the memory.
+
+On an accelerator a depth memory costs what it moves: `M` is K times as wide as the stream. Written and then read by two
+operations it is moved three times; here twice, and in the backward pass three times.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ldm_jax.memory.fused_kernel import pull_kernel, undo_kernel, write_read_kernel
+
+
+def write_read(
+    memory: Float[Array, "K *tokens D"],
+    key: Float[Array, "*tokens G K"],
+    gain: Float[Array, "*tokens G K"],
+    value: Float[Array, "*tokens D"],
+    query: Float[Array, "*tokens G K"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "K *tokens D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
+    """A rank-one write, then a read, of every token and group:
+
+        e = v - M k,    M <- M + e g',    y = M q
+
+    With `g = (beta/s) P k` it is the RLS write. Compiled for a TPU it is one kernel; elsewhere plain JAX with the same
+    numbers. The compiler does not split the kernel over devices: shard tokens and groups by `jax.shard_map`. It has no
+    forward mode.
+
+    Args:
+        memory: `M` of all groups side by side, K first, so that the widest axis is the last.
+        key: `k`, in the memory's type, as gain and query.
+        gain: `g`.
+        value: `v` of all groups side by side, in any floating type.
+        query: `q`.
+        interpret: run the kernel on any machine, slowly, as Pallas interprets it.
+
+    Returns:
+        The memory; the error `e`, in the memory's type, with no gradient of its own; the readout `y`, in the value's
+        type.
+    """
+    m, v = memory.reshape(len(memory), -1, memory.shape[-1]), value.reshape(-1, value.shape[-1])
+    results = _write_read(m, _by_group(key), _by_group(gain), v, _by_group(query), interpret)
+    after, error, readout = cast(tuple[Array, ...], results)
+    return after.reshape(memory.shape), error.reshape(value.shape), readout.reshape(value.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _write_read(m: Array, key: Array, gain: Array, value: Array, query: Array, interpret: bool) -> tuple[Array, ...]:
+    """Of M `[K, tokens, D]`, keys `[G, K, tokens]` and values `[tokens, D]`."""
+    return _choose(write_read_kernel, _write_read_plain, interpret)(m, key, gain, value, query)
+
+
+def _forward(m: Array, key: Array, gain: Array, value: Array, query: Array, interpret: bool) -> tuple[Any, Any]:
+    # Not into M's own place: M is still needed, so the compiler would copy it first.
+    kernel = functools.partial(write_read_kernel, in_place=False)
+    after, error, readout = _choose(kernel, _write_read_plain, interpret)(m, key, gain, value, query)
+    return (after, error, readout), (m, key, gain, query, error)
+
+
+def _pull_back(interpret: bool, saved: tuple[Array, ...], cotangent: tuple[Array, ...]) -> tuple[Array, ...]:
+    of_after, _, of_readout = cotangent
+    return _choose(pull_kernel, _pull_plain, interpret)(*saved, of_after, of_readout)
+
+
+_write_read.defvjp(_forward, _pull_back)
+
+
+def _choose(kernel: Callable[..., Any], plain: Callable[..., Any], interpret: bool) -> Callable[..., Any]:
+    if interpret:
+        return functools.partial(kernel, interpret=True)
+    return functools.partial(jax.lax.platform_dependent, tpu=kernel, default=plain)
+
+
+def undo_write(
+    memory: Float[Array, "K *tokens D"],
+    key: Float[Array, "*tokens G K"],
+    gain: Float[Array, "*tokens G K"],
+    error: Float[Array, "*tokens D"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "K *tokens D"], Float[Array, "*tokens D"]]:
+    """What `write_read` was given, from what it returned: `M <- M - e g'`, and the value `v = e + M k`."""
+    m, e = memory.reshape(len(memory), -1, memory.shape[-1]), error.reshape(-1, error.shape[-1])
+    before, value = _choose(undo_kernel, _undo_plain, interpret)(m, _by_group(key), _by_group(gain), e)
+    return before.reshape(memory.shape), value.reshape(error.shape)
+
+
+def _by_group(keys: Float[Array, "*tokens G K"]) -> Float[Array, "G K all_tokens"]:
+    return jnp.moveaxis(keys.reshape(-1, *keys.shape[-2:]), 0, -1)
+
+
+# Plain JAX, over [K, tokens, G, V].
+
+
+def _write_read_plain(m: Array, key: Array, gain: Array, value: Array, query: Array) -> tuple[Array, ...]:
+    grouped = functools.partial(_grouped, groups=len(key))
+    before, k, g, q = grouped(m), *map(_spread, (key, gain, query))
+    error = grouped(value).astype(m.dtype) - jnp.sum(k * before, axis=0)
+    after = before + g * error
+    readout = jnp.sum(q * after, axis=0).astype(value.dtype)
+    return after.reshape(m.shape), error.reshape(value.shape), readout.reshape(value.shape)
+
+
+def _pull_plain(
+    m: Array, key: Array, gain: Array, query: Array, error: Array, of_after: Array, of_readout: Array
+) -> tuple[Array, ...]:
+    grouped = functools.partial(_grouped, groups=len(key))
+    before, k, g, q, e = grouped(m), *map(_spread, (key, gain, query)), grouped(error)
+    of_y = grouped(of_readout).astype(m.dtype)
+    of_after = grouped(of_after) + q * of_y
+    of_e = jnp.sum(g * of_after, axis=0)
+    of_keys = (jnp.sum(x, axis=-1).transpose(2, 0, 1) for x in (-before * of_e, of_after * e, (before + g * e) * of_y))
+    of_key, of_gain, of_query = of_keys
+    of_before = (of_after - k * of_e).reshape(m.shape)
+    return of_before, of_key, of_gain, of_e.reshape(error.shape).astype(of_readout.dtype), of_query
+
+
+def _undo_plain(m: Array, key: Array, gain: Array, error: Array) -> tuple[Array, Array]:
+    e = _grouped(error, len(key))
+    before = _grouped(m, len(key)) - _spread(gain) * e
+    return before.reshape(m.shape), (e + jnp.sum(_spread(key) * before, axis=0)).reshape(error.shape)
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    return x.reshape(*x.shape[:-1], groups, -1)
+
+
+def _spread(key: Array) -> Array:
+    return key.transpose(1, 2, 0)[..., None]

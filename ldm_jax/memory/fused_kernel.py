@@ -1,0 +1,157 @@
+"""The Pallas kernels for a TPU behind `ldm_jax.memory.fused`, forward and backward.
+
+A block has M `[K, tokens, V]`, keys `[1, K, tokens]` and values `[tokens, V]` of one group. It is computed wholly in
+on-chip memory; `M` comes from the main memory once and goes back once, into its own place.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+BLOCK_TOKENS = 128
+"""A TPU's register is that wide, and keys lie along it by token."""
+
+
+def write_read_kernel(
+    m: Array, key: Array, gain: Array, value: Array, query: Array, *, in_place: bool = True, interpret: bool = False
+) -> tuple[Array, ...]:
+    """`fused.write_read` of M `[K, tokens, D]`, keys `[G, K, tokens]` and values `[tokens, D]`."""
+
+    def body(m: Any, key: Any, gain: Any, value: Any, query: Any, after: Any, error: Any, readout: Any) -> None:
+        k, g, q = map(_columns, (key, gain, query))
+        e = value[...].astype(m.dtype) - _combine(k, m)
+        y = jnp.zeros_like(e)
+        for i in range(len(k)):
+            written = m[i] + g[i] * e
+            after[i] = written
+            y += q[i] * written
+        error[...] = e
+        readout[...] = y.astype(readout.dtype)
+
+    by_memory, by_key, by_value = _blocks(m, key)
+    return _call(
+        body,
+        (m, key, gain, value, query),
+        in_specs=(by_memory, by_key, by_key, by_value, by_key),
+        out_specs=(by_memory, by_value, by_value),
+        out_shape=(_like(m), jax.ShapeDtypeStruct(value.shape, m.dtype), _like(value)),
+        input_output_aliases={0: 0} if in_place else {},
+        interpret=interpret,
+    )
+
+
+def undo_kernel(m: Array, key: Array, gain: Array, error: Array, *, interpret: bool = False) -> tuple[Array, ...]:
+    """`fused.undo_write` of M `[K, tokens, D]`, keys `[G, K, tokens]` and errors `[tokens, D]`."""
+
+    def body(m: Any, key: Any, gain: Any, error: Any, before: Any, value: Any) -> None:
+        k, g, e = _columns(key), _columns(gain), error[...]
+        v = e
+        for i in range(len(k)):
+            unwritten = m[i] - g[i] * e
+            before[i] = unwritten
+            v += k[i] * unwritten
+        value[...] = v
+
+    by_memory, by_key, by_value = _blocks(m, key)
+    return _call(
+        body,
+        (m, key, gain, error),
+        in_specs=(by_memory, by_key, by_key, by_value),
+        out_specs=(by_memory, by_value),
+        out_shape=(_like(m), _like(error)),
+        input_output_aliases={0: 0},
+        interpret=interpret,
+    )
+
+
+def pull_kernel(
+    m: Array,
+    key: Array,
+    gain: Array,
+    query: Array,
+    error: Array,
+    of_after: Array,
+    of_readout: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """The cotangents of M, key, gain, value and query from those of M after the write and of the readout."""
+
+    def body(*refs: Any) -> None:
+        m, key, gain, query, error, of_after, of_readout, of_before, of_key, of_gain, of_value, of_query = refs
+        k, g, q = map(_columns, (key, gain, query))
+        e, of_y = error[...], of_readout[...].astype(m.dtype)
+        of_written = [of_after[i] + q[i] * of_y for i in range(len(k))]
+        of_e = _combine(g, of_written)
+        for i in range(len(k)):
+            of_before[i] = of_written[i] - k[i] * of_e
+        _store_sums(of_key, [-m[i] * of_e for i in range(len(k))])
+        _store_sums(of_gain, [of_written[i] * e for i in range(len(k))])
+        _store_sums(of_query, [(m[i] + g[i] * e) * of_y for i in range(len(k))])
+        of_value[...] = of_e.astype(of_value.dtype)
+
+    by_memory, by_key, by_value = _blocks(m, key)
+    return _call(
+        body,
+        (m, key, gain, query, error, of_after, of_readout),
+        in_specs=(by_memory, by_key, by_key, by_key, by_value, by_memory, by_value),
+        out_specs=(by_memory, by_key, by_key, by_value, by_key),
+        out_shape=(_like(m), _like(key), _like(key), _like(of_readout), _like(key)),
+        input_output_aliases={5: 0},
+        interpret=interpret,
+    )
+
+
+def _columns(key: Any) -> list[Array]:
+    """Every entry of the keys as a column `[tokens, 1]`, which spreads over V."""
+    by_token = key[0].T
+    return [by_token[:, i : i + 1] for i in range(by_token.shape[1])]
+
+
+def _combine(columns: list[Array], rows: Any) -> Array:
+    """`sum_i columns[i] rows[i]`."""
+    return functools.reduce(jnp.add, (column * rows[i] for i, column in enumerate(columns)))
+
+
+def _store_sums(out: Any, products: list[Array]) -> None:
+    """The products, each summed over V: one entry of the keys each."""
+    tokens = products[0].shape[0]
+    entry = jax.lax.broadcasted_iota(jnp.int32, (tokens, len(products)), 1)
+    by_token = jnp.zeros(entry.shape, out.dtype)
+    for i, product in enumerate(products):
+        by_token = jnp.where(entry == i, jnp.sum(product, axis=1, keepdims=True), by_token)
+    out[0] = by_token.T
+
+
+def _blocks(m: Array, key: Array) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """How arrays like M, keys and values are cut, over a grid of (blocks of tokens, groups)."""
+    (key_dim, tokens, width), groups = m.shape, len(key)
+    block = min(BLOCK_TOKENS, tokens)
+    return (
+        pl.BlockSpec((key_dim, block, width // groups), lambda t, g: (0, t, g)),
+        pl.BlockSpec((1, key_dim, block), lambda t, g: (g, 0, t)),
+        pl.BlockSpec((block, width // groups), lambda t, g: (t, g)),
+    )
+
+
+def _call(body: Callable[..., None], inputs: tuple[Array, ...], *, out_shape: Any, **options: Any) -> tuple[Array, ...]:
+    m, key = inputs[:2]
+    grid = pl.cdiv(m.shape[1], BLOCK_TOKENS), len(key)
+    # What the compiler cannot see: it moves its operands and results once.
+    moved = sum(x.size * x.dtype.itemsize for x in (*inputs, *out_shape))
+    cost = pl.CostEstimate(flops=2 * len(inputs) * m.size, bytes_accessed=moved, transcendentals=0)
+    # A compiler's usual 16 MiB of on-chip memory hold blocks of K V = 2048 in their way in, out and between.
+    wide = max(1.0, len(m) * m.shape[-1] / len(key) / 2048)
+    params = pltpu.CompilerParams(vmem_limit_bytes=int(wide * 2**24))
+    run = pl.pallas_call(body, out_shape=out_shape, grid=grid, cost_estimate=cost, compiler_params=params, **options)
+    return tuple(run(*inputs))
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

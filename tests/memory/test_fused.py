@@ -1,0 +1,97 @@
+"""A write and the next read in one: equal to the two of them, in values and gradients, as a kernel and without one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ldm_jax import Observation, rls_read, rls_write
+from ldm_jax.memory import undo_write, write_read
+from ldm_jax.memory.rls import rls_correction
+
+GROUPS, WIDTH = 2, 256
+each_way = pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernel"])
+
+
+def one_by_one(memory, covariance, key, value, importance, query):
+    """M after the write, and the readout, by `rls_write` and `rls_read` of every token and group."""
+
+    def one(m, p, k, v, beta, q):
+        m, _ = rls_write(m, p, Observation(k, v, jnp.asarray(0.9, m.dtype), beta))
+        return m, rls_read(m, q)
+
+    def all_of(m, p, k, v, beta, q):
+        return jax.vmap(jax.vmap(one))(m, p, k, v, beta, q)
+
+    tokens, width = value.shape
+    groups = key.shape[1]
+    m = memory.reshape(len(memory), tokens, groups, -1).transpose(1, 2, 3, 0)
+    m, y = all_of(m, covariance, key, value.reshape(tokens, groups, -1), importance, query)
+    return m.transpose(3, 0, 1, 2).reshape(len(memory), tokens, width), y.reshape(tokens, width)
+
+
+def fused(interpret, memory, covariance, key, value, importance, query):
+    def gain(p, k, beta):
+        observation = Observation(k, jnp.zeros(1, k.dtype), jnp.asarray(0.9, k.dtype), beta)
+        _, u, s = rls_correction(jnp.zeros((1, len(k)), k.dtype), p, observation)
+        return beta / s * u
+
+    gains = jax.vmap(jax.vmap(gain))(covariance, key, importance)
+    after, _, readout = write_read(memory, key, gains, value, query, interpret=interpret)
+    return after, readout
+
+
+def problem(rng, tokens, key_dim):
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape))  # noqa: E731
+    root = draw(tokens, GROUPS, key_dim, key_dim)
+    importance = jnp.asarray(rng.choice([0.0, 1.0, 1e3], size=(tokens, GROUPS)))
+    arguments = draw(key_dim, tokens, WIDTH), root @ root.swapaxes(-1, -2), draw(tokens, GROUPS, key_dim)
+    return *arguments, draw(tokens, WIDTH), importance, draw(tokens, GROUPS, key_dim)
+
+
+@each_way
+@pytest.mark.parametrize(("tokens", "key_dim"), [(1, 1), (130, 3)])  # 130: the second block of tokens is not full
+def test_equals_write_then_read_with_gradients(rng, x64, interpret, tokens, key_dim):
+    arguments = problem(rng, tokens, key_dim)
+    weights = jnp.asarray(rng.normal(size=(key_dim + 1, tokens, WIDTH)))
+
+    def run(function):
+        def loss(*arguments):
+            memory, readout = function(*arguments)
+            return jnp.sum(weights[:-1] * memory) + jnp.sum(weights[-1] * readout), (memory, readout)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(6)), has_aux=True))(*arguments)
+
+    (_, expected), expected_grads = run(one_by_one)
+    (_, actual), grads = run(lambda *arguments: fused(interpret, *arguments))
+    # Importance 1000 makes gradients of 1e-3 of the largest out of parts as large as it.
+    for a, b in zip((*actual, *grads), (*expected, *expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * float(jnp.abs(b).max()))
+
+
+@each_way
+def test_undo_gives_back_memory_and_value(rng, x64, interpret):
+    memory, _, key, value, _, query = problem(rng, 5, 3)
+    after, error, _ = write_read(memory, key, query, value, query, interpret=interpret)
+    before, again = undo_write(after, key, query, error, interpret=interpret)
+    np.testing.assert_allclose(before, memory, atol=1e-12)
+    np.testing.assert_allclose(again, value, atol=1e-12)
+
+
+@each_way
+def test_leading_axes_types_and_transformations(rng, interpret):
+    memory, _, key, value, _, query = (x.astype(jnp.float32) for x in problem(rng, 6, 2))
+    value = value.astype(jnp.bfloat16)
+    run = lambda m, k, v, q: write_read(m, k, k, v, q, interpret=interpret)  # noqa: E731
+    after, error, readout = run(memory, key, value, query)
+    assert (after.dtype, error.dtype, readout.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
+    folded = run(*(x.reshape(*x.shape[:axis], 2, 3, *x.shape[axis + 1 :]) for axis, x in
+                   ((1, memory), (0, key), (0, value), (0, query))))  # fmt: skip
+    np.testing.assert_array_equal(folded[0].reshape(after.shape), after)
+    mapped = jax.vmap(run, in_axes=(1, 0, 0, 0), out_axes=(1, 0, 0))(
+        memory[:, :, None], key[:, None], value[:, None], query[:, None]
+    )
+    np.testing.assert_allclose(mapped[0][:, :, 0], after, atol=1e-6)
+    np.testing.assert_allclose(mapped[2][:, 0].astype(jnp.float32), readout.astype(jnp.float32), atol=2e-2)
+    of_value = jax.grad(lambda v: jnp.sum(run(memory, key, v, query)[2].astype(jnp.float32)))(value)
+    assert of_value.dtype == jnp.bfloat16

@@ -1,0 +1,98 @@
+"""The fused form: the numbers and parameters of the recurrent one, with every write put off until the next read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from ldm_jax.config import ComputeType, ModelConfig
+from ldm_jax.memory import Backward
+from ldm_jax.mixers import (
+    DepthMemory,
+    DepthMemoryConfig,
+    Form,
+    LDMConfig,
+    MixerConfig,
+    ReadInto,
+    Write,
+    check_mixer,
+    init_memory,
+    ldm_fused,
+)
+from ldm_jax.nn import init_params, model_graph
+
+MODEL = ModelConfig(vocabulary=16, depth=2, width=128, heads=2, mlp_width=64)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 5), 0, MODEL.vocabulary)
+
+
+def mixer(form, backward=Backward.STORED, **options):
+    return MixerConfig(backward=backward, ldm=LDMConfig(groups=1, key_dim=2, latent_dim=8, form=form, **options))
+
+
+def loss_and_grads(config, kind):
+    graph, params = model_graph(config, kind), init_params(config, kind, 0)
+    return jax.jit(jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(TOKENS, TOKENS)))(params)
+
+
+def slow(*arguments):
+    return pytest.param(*arguments, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("backward", "options", "change", "interpret"),
+    [
+        ("undone", {}, {}, True),
+        slow("undone", {}, {}, False),
+        slow("recomputed", {"read_into": ReadInto.STREAM, "write_embedding": False}, {}, False),
+        slow("undone", {"write": Write.SQRT_RLS}, {"scan": False}, False),
+    ],
+)
+def test_equals_the_recurrent_form(monkeypatch, backward, options, change, interpret):
+    if interpret:
+        for name in ("write_read", "undo_write"):
+            interpreted = functools.partial(getattr(ldm_fused, name), interpret=True)
+            monkeypatch.setattr(ldm_fused, name, interpreted)
+    config = dataclasses.replace(MODEL, **change)
+    expected = loss_and_grads(config, mixer(Form.RECURRENT, **options))
+    actual = loss_and_grads(config, mixer(Form.FUSED, Backward(backward), **options))
+    assert float(abs(actual[0] - expected[0])) < 1e-6 * float(expected[0])
+    # Only the order of float32 sums differs.
+    difference = jax.tree.map(jnp.subtract, actual[1], expected[1])
+    assert optax.tree.norm(difference) < 1e-5 * optax.tree.norm(expected[1])
+
+
+def test_state_is_float32_whatever_the_compute_type():
+    config = dataclasses.replace(MODEL, compute_dtype=ComputeType.BFLOAT16)
+    model = nnx.merge(model_graph(config, mixer(Form.FUSED)), init_params(config, mixer(Form.FUSED), 0))
+    state = jax.eval_shape(lambda tokens: model._apply_blocks(model.mixer.start(model.embed(tokens))), TOKENS)
+    memory, covariance, pending = state.memory
+    assert pending.value.dtype == state.stream.dtype == jnp.bfloat16
+    float32 = jax.tree.leaves((memory, covariance, pending.key, pending.gain))
+    assert all(leaf.dtype == jnp.float32 for leaf in float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"groups": 4}, "multiple of 128.*groups is 4, which makes groups 64 of 256 wide"),
+        ({"groups": 1, "key_dim": 33}, "at most 8192 / key_dim, but key_dim is 33"),
+        ({"groups": 2, "write": Write.DELTA}, "the write delta does not have: set form to recurrent"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check_mixer(MixerConfig(ldm=LDMConfig(form=Form.FUSED, **options)), 256)
+
+
+def test_a_memory_by_itself_has_no_next_read():
+    config = DepthMemoryConfig(groups=1, form=Form.FUSED)
+    with pytest.raises(ValueError, match=r"puts a write off until the next read.*set form to recurrent"):
+        init_memory((2, 3), 128, config)
+    layer = DepthMemory(128, 4, config, rngs=nnx.Rngs(0))
+    state = init_memory((2, 3), 128, dataclasses.replace(config, form=Form.RECURRENT))
+    with pytest.raises(ValueError, match="set form to recurrent"):
+        layer.read(state, jnp.ones((2, 3, 128)))
