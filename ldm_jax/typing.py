@@ -8,7 +8,7 @@ Every shape in this package is written with these letters, in annotations, docst
     K  key width                  R  width of the latent that a read or a write goes through
     H  query heads                J  key-value heads of grouped-query attention
     C  width of a head            F  hidden width of the MLP
-    S  vocabulary (symbols)
+    S  vocabulary (symbols)       E  streams of hyper-connections
 """
 
 from collections.abc import Callable
@@ -35,6 +35,7 @@ InverseCovarianceLike = Float[AnyArray, "K K"]
 
 # A batch of sequences.
 Hidden = Float[Array, "B T D"]
+Streams = Float[Array, "B T E D"]
 Tokens = Int[Array, "B T"]
 Logits = Float[Array, "B T S"]
 

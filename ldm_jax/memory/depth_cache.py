@@ -36,8 +36,9 @@ class GrowingCache:
         del unwritten  # there is none here
         return jnp.stack([part(entry) for entry in self.entries])
 
-    def each(self, function: Callable[..., Array], *by_depth: ByDepth) -> ByDepth:
+    def each(self, function: Callable[..., Array], *by_depth: ByDepth, unwritten: float = 0.0) -> ByDepth:
         """`function(entry, ...)` of every entry."""
+        del unwritten  # there is none here
         return [function(entry, *others) for entry, *others in zip(self.entries, *by_depth, strict=True)]
 
     def weighted_sum(self, weights: ByDepth, part: Callable[[Any], Array]) -> Float[Array, "*shape width"]:
@@ -61,24 +62,25 @@ class StackedCache:
         room = jax.tree.map(lambda leaf: jnp.zeros((length, *jnp.shape(leaf)), jnp.result_type(leaf)), entry)
         return cls(room, jnp.zeros((), jnp.int32))
 
-    def append(self, entry: Any) -> "StackedCache":
-        """The cache with one more entry. More than its length are not kept; that is not checked."""
+    def append(self, entry: Any, *, when: Any = True) -> "StackedCache":
+        """The cache with one more entry, if `when`. More than its length are not kept; that is not checked."""
         put = lambda room, leaf: jax.lax.dynamic_update_index_in_dim(room, leaf.astype(room.dtype), self.count, 0)  # noqa: E731
-        return StackedCache(jax.tree.map(put, self.entries, entry), self.count + 1)
+        # What lies past `count` is never looked at, so it may lie there.
+        return StackedCache(jax.tree.map(put, self.entries, entry), self.count + jnp.asarray(when, jnp.int32))
 
-    def without_last(self) -> "StackedCache":
-        """The cache before the last append. What lies past `count` is never looked at, so it may stay."""
-        return StackedCache(self.entries, self.count - 1)
+    def without_last(self, *, when: Any = True) -> "StackedCache":
+        """The cache before an append with this `when`."""
+        return StackedCache(self.entries, self.count - jnp.asarray(when, jnp.int32))
 
     def stacked(self, part: Callable[[Any], Array], unwritten: float) -> Float[Array, "N ..."]:
         """A part of every entry, with a leading depth axis; `unwritten` where there is no entry yet."""
         array = part(self.entries)
         return jnp.where(self._written(array), array, unwritten)
 
-    def each(self, function: Callable[..., Array], *by_depth: ByDepth) -> ByDepth:
-        """`function(entry, ...)` of every entry, 0 where there is none yet."""
+    def each(self, function: Callable[..., Array], *by_depth: ByDepth, unwritten: float = 0.0) -> ByDepth:
+        """`function(entry, ...)` of every entry, `unwritten` where there is none yet."""
         results = jax.vmap(function)(self.entries, *by_depth)
-        return jnp.where(self._written(results), results, 0)
+        return jnp.where(self._written(results), results, unwritten)
 
     def weighted_sum(self, weights: ByDepth, part: Callable[[Any], Array]) -> Float[Array, "*shape width"]:
         """The sum over the entries of `weight[..., None] * part(entry)`, in the weights' type.

@@ -15,7 +15,15 @@ it. What `read` hands to `write` may be more. The two modules hold what is learn
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from ldm_jax.typing import Hidden
+
+
+def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The array in float32, in which controllers compute whatever the compute type; float64 stays."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class MixerState(NamedTuple):

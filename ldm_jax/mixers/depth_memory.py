@@ -68,7 +68,7 @@ class DepthMemory(nnx.Module):
         if not isinstance(state, DualState):
             raise ValueError("the form is recurrent, which has no weights: set form to dual. The numbers are the same.")
         query, scale = self.reader.ask(context)
-        return scale * jnp.stack(list(Dual(self.config.write).weights(state, query)))
+        return scale * jnp.asarray(Dual(self.config.write).weights(state, query))
 
 
 def init_memory(

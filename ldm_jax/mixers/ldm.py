@@ -1,6 +1,7 @@
 """Linear Depth Memory as a mixer: the PreLN stream, and beside it the depth memory of every token."""
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ldm_jax.mixers.base import MixerState
-from ldm_jax.mixers.depth_memory import DepthMemory, init_memory
+from ldm_jax.mixers.depth_memory import DepthMemory
 from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig
 from ldm_jax.mixers.memory_form import AnyState, Kept, make_form
 from ldm_jax.mixers.reader_writer import Reader, Writer
@@ -30,6 +31,8 @@ class LDMConfig(DepthMemoryConfig):
 
     read_into: ReadInto = ReadInto.BRANCH
     """branch: a sublayer's input gets the readout, the stream stays the PreLN sum. stream: the stream gets it, too."""
+    learned_alpha: bool = False
+    """alpha is learned, one for each group, as its logarithm; it starts at `alpha`."""
     write_embedding: bool = True
     """Write the embedding as observation 0."""
 
@@ -65,15 +68,23 @@ class LDMEnds(nnx.Module):
         self.dtype = dtype
         self.reader = Reader(width, config, dtype=dtype, rngs=rngs)
         self.writer = Writer(width, config, dtype=dtype, rngs=rngs) if config.write_embedding else None
+        start = jnp.full((config.groups,), math.log(config.alpha), jnp.float32)
+        self.log_alpha = nnx.Param(start) if config.learned_alpha else None
+
+    @property
+    def alpha(self) -> Float[Array, ""] | Float[Array, " G"]:
+        """One over the ridge."""
+        return jnp.asarray(self.config.alpha) if self.log_alpha is None else jnp.exp(self.log_alpha[...])
 
     def start(self, embedding: Hidden) -> MixerState:
         """The embedding as the stream, and a memory that knows it or nothing."""
-        tokens, width = embedding.shape[:-1], embedding.shape[-1]
-        memory = init_memory(tokens, width, self.config, depth=self.writes, dtype=self.dtype)
+        config, tokens, width = self.config, embedding.shape[:-1], embedding.shape[-1]
+        shape = config.groups, width // config.groups, config.key_dim
+        memory = make_form(config, self.writes).start(tokens, *shape, self.alpha, self.dtype)
         if self.writer is not None:
             # Forgetting of the first observation would only rescale alpha.
-            observation = self.writer(embedding, jnp.ones((self.config.groups,), jnp.float32))
-            memory, _ = make_form(self.config).write(memory, observation)
+            observation = self.writer(embedding, jnp.ones((config.groups,), jnp.float32))
+            memory, _ = make_form(config).write(memory, observation)
         return MixerState(embedding, memory)
 
     def finish(self, state: MixerState) -> Hidden:

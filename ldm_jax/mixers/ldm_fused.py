@@ -94,7 +94,7 @@ class FusedLDMEnds(LDMEnds):
         """The embedding as the stream; as the pending write, too, if asked for."""
         config, tokens, width = self.config, embedding.shape[:-1], embedding.shape[-1]
         memory = jnp.zeros((config.key_dim, *tokens, width))
-        covariance = Recurrent(config.write).start(tokens, config.groups, 0, config.key_dim, config.alpha)
+        covariance = Recurrent(config.write).start(tokens, config.groups, 0, config.key_dim, self.alpha)
         if self.writer is None:
             nothing = jnp.zeros((*tokens, config.groups, config.key_dim))
             pending = Pending(nothing, nothing, jnp.zeros_like(embedding))

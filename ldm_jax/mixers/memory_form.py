@@ -75,9 +75,9 @@ class MemoryForm(Protocol):
     """What both forms do."""
 
     def start(
-        self, tokens: tuple[int, ...], groups: int, value_dim: int, key_dim: int, alpha: float, dtype: Any = jnp.float32
+        self, tokens: tuple[int, ...], groups: int, value_dim: int, key_dim: int, alpha: Any, dtype: Any = jnp.float32
     ) -> Any:
-        """The state before the first write, float32; the dual form keeps values in `dtype`."""
+        """The state before the first write, float32; the dual form keeps values in `dtype`. `alpha`: `[]` or `[G]`."""
         ...
 
     def read(self, state: Any, query: Float[Array, "*tokens G K"], value_dim: int) -> Float[Array, "*tokens G V"]:
@@ -100,11 +100,12 @@ class Recurrent(MemoryForm):
     kind: Write
 
     def start(
-        self, tokens: tuple[int, ...], groups: int, value_dim: int, key_dim: int, alpha: float, dtype: Any = jnp.float32
+        self, tokens: tuple[int, ...], groups: int, value_dim: int, key_dim: int, alpha: Any, dtype: Any = jnp.float32
     ) -> MemoryState:
         """The state before the first write."""
         del dtype  # values are not kept
-        _, inverse_covariance = WRITES[self.kind][1](1, key_dim, alpha)
+        init = WRITES[self.kind][1]
+        inverse_covariance = jax.vmap(lambda alpha: init(1, key_dim, alpha)[1])(jnp.broadcast_to(alpha, (groups,)))
         return MemoryState(
             jnp.zeros((*tokens, groups, key_dim, value_dim), inverse_covariance.dtype),
             jnp.broadcast_to(inverse_covariance, (*tokens, groups, key_dim, key_dim)),
@@ -166,7 +167,7 @@ class Dual(MemoryForm):
     """Observations that there will be, for a scan; None: the cache grows."""
 
     def start(
-        self, tokens: tuple[int, ...], groups: int, value_dim: int, key_dim: int, alpha: float, dtype: Any = jnp.float32
+        self, tokens: tuple[int, ...], groups: int, value_dim: int, key_dim: int, alpha: Any, dtype: Any = jnp.float32
     ) -> DualState:
         """The state before the first write; values are kept in this type."""
         cache = GrowingCache()

@@ -1,5 +1,7 @@
 """The ordinary PreLN residual stream: `h <- h + f(norm(h))`. The state is the stream."""
 
+from typing import Any
+
 from flax import nnx
 
 from ldm_jax.mixers.base import MixerState
@@ -15,10 +17,10 @@ class PreLNLayer(nnx.Module):
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
         """The stream plus the output."""
-        return MixerState(state.stream + output), None
+        return state._replace(stream=state.stream + output), None
 
-    def undo(self, memory: tuple[()], kept: None) -> tuple[()]:
-        """There is no memory."""
+    def undo(self, memory: Any, kept: None) -> Any:
+        """A memory, where another sublayer's mixer has one, is not touched."""
         del kept
         return memory
 

@@ -2,14 +2,20 @@
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flax import nnx
+from jaxtyping import Array
 
 from ldm_jax.memory.depth_scan import Backward
+from ldm_jax.mixers.attnres import AttnResBlockConfig, AttnResBlockEnds, AttnResBlockLayer, AttnResEnds, AttnResLayer
 from ldm_jax.mixers.base import MixerEnds, MixerLayer
+from ldm_jax.mixers.dense import DenseFormerConfig, DenseFormerEnds, DenseFormerLayer
 from ldm_jax.mixers.depth_memory_config import Form, check_width
+from ldm_jax.mixers.hyper import HyperConfig, HyperLayer, StreamsEnds
 from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, LDMLayer
 from ldm_jax.mixers.ldm_fused import FusedLDMEnds, FusedLDMLayer
+from ldm_jax.mixers.mhc import MHCConfig, MHCLayer
 from ldm_jax.mixers.preln import PreLNEnds, PreLNLayer
 from ldm_jax.typing import DType
 
@@ -19,6 +25,23 @@ class MixerKind(enum.StrEnum):
 
     PRELN = "preln"
     LDM = "ldm"
+    ATTNRES = "attnres"
+    ATTNRES_BLOCK = "attnres_block"
+    HC = "hc"
+    MHC = "mhc"
+    DENSEFORMER = "denseformer"
+
+
+MIXING = (MixerKind.HC, MixerKind.MHC)
+"""Those whose writes multiply the streams by a matrix, which undoing them would have to invert."""
+
+
+class Place(NamedTuple):
+    """Where a sublayer is: its block, counted from 0, and whether it is that block's last."""
+
+    block: int | Array
+    """May be traced: blocks are made by a `jax.vmap`."""
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,10 @@ class MixerConfig:
     kind: MixerKind = MixerKind.LDM
     """Which mixer is used; the tables of the others are ignored."""
     ldm: LDMConfig = LDMConfig()
+    attnres_block: AttnResBlockConfig = AttnResBlockConfig()
+    hc: HyperConfig = HyperConfig()
+    mhc: MHCConfig = MHCConfig()
+    denseformer: DenseFormerConfig = DenseFormerConfig()
     backward: Backward | None = None
     """What the backward pass has of a block. stored: all it needs (fastest, if there is room). recomputed: its input.
     undone: the stream and the writes' corrections. None: undone where the mixer can, else recomputed."""
@@ -35,7 +62,9 @@ class MixerConfig:
     @property
     def undoable(self) -> bool:
         """Whether the mixer's writes can be undone."""
-        return self.kind is not MixerKind.LDM or self.ldm.undoable
+        if self.kind is MixerKind.LDM:
+            return self.ldm.undoable
+        return self.kind not in MIXING
 
     @property
     def backward_or_default(self) -> Backward:
@@ -44,8 +73,11 @@ class MixerConfig:
 
     def __post_init__(self) -> None:
         if self.backward is Backward.UNDONE and not self.undoable:
+            what, divisor = (f"the write {self.ldm.write}", "forgetting")
+            if self.kind in MIXING:
+                what, divisor = f"the mixer {self.kind}", "a matrix that mixes streams"
             raise ValueError(
-                f"backward is undone, but the write {self.ldm.write} can't be undone: it would divide by forgetting. "
+                f"backward is undone, but {what} can't be undone: it would divide by {divisor}. "
                 "Set backward to recomputed."
             )
 
@@ -56,8 +88,10 @@ def check_mixer(config: MixerConfig, width: int) -> None:
         check_width(width, config.ldm)
 
 
-def make_layer(config: MixerConfig, width: int, sublayers: int, *, dtype: DType, rngs: nnx.Rngs) -> MixerLayer:
-    """The mixer's part of one of `sublayers` sublayers, in a stream of this width and compute type.
+def make_layer(
+    config: MixerConfig, width: int, sublayers: int, place: Place, *, dtype: DType, rngs: nnx.Rngs
+) -> MixerLayer:
+    """The mixer's part of one of `sublayers` sublayers, two for each block, in a stream of this width and compute type.
 
     Raises:
         ValueError: options that do not fit the width.
@@ -68,18 +102,38 @@ def make_layer(config: MixerConfig, width: int, sublayers: int, *, dtype: DType,
         case MixerKind.LDM:
             layer = FusedLDMLayer if config.ldm.form is Form.FUSED else LDMLayer
             return layer(width, sublayers, config.ldm, dtype=dtype, rngs=rngs)
+        case MixerKind.ATTNRES:
+            return AttnResLayer(width, dtype=dtype)
+        case MixerKind.ATTNRES_BLOCK:
+            return AttnResBlockLayer(width, config.attnres_block, dtype=dtype)
+        case MixerKind.HC:
+            return HyperLayer(width, 2 * place.block + place.last, config.hc, rngs=rngs)
+        case MixerKind.MHC:
+            return MHCLayer(width, config.mhc, rngs=rngs)
+        case MixerKind.DENSEFORMER:
+            return DenseFormerLayer(sublayers // 2, place.block, config.denseformer) if place.last else PreLNLayer()
 
 
 def make_ends(
-    config: MixerConfig, width: int, *, scanned_sublayers: int | None, dtype: DType, rngs: nnx.Rngs
+    config: MixerConfig, width: int, sublayers: int, *, scanned: bool, dtype: DType, rngs: nnx.Rngs
 ) -> MixerEnds:
     """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`.
 
-    With `scanned_sublayers`, a scan goes over that many sublayers and the state keeps its shape; None: it may grow.
+    Where a scan goes over the blocks (`scanned`), the state keeps its shape; otherwise it may grow.
     """
     match config.kind:
         case MixerKind.PRELN:
             return PreLNEnds()
         case MixerKind.LDM:
             ends = FusedLDMEnds if config.ldm.form is Form.FUSED else LDMEnds
-            return ends(width, config.ldm, scanned_sublayers=scanned_sublayers, dtype=dtype, rngs=rngs)
+            return ends(width, config.ldm, scanned_sublayers=sublayers if scanned else None, dtype=dtype, rngs=rngs)
+        case MixerKind.ATTNRES:
+            return AttnResEnds(width, scanned_sublayers=sublayers if scanned else None, dtype=dtype)
+        case MixerKind.ATTNRES_BLOCK:
+            return AttnResBlockEnds(width, sublayers, config.attnres_block, dtype=dtype)
+        case MixerKind.HC:
+            return StreamsEnds(config.hc.streams)
+        case MixerKind.MHC:
+            return StreamsEnds(config.mhc.streams)
+        case MixerKind.DENSEFORMER:
+            return DenseFormerEnds(sublayers // 2 if scanned else None, config.denseformer)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import nnx
+from jaxtyping import Array
 
 from ldm_jax.config import ModelConfig
-from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, make_layer
+from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, make_layer
 from ldm_jax.nn.attention import Attention
 from ldm_jax.nn.mlp import MLP
 from ldm_jax.typing import Hidden
@@ -35,17 +36,21 @@ class BlockKept(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Attention, then MLP. The mixer draws from random numbers of its own, so that every mixer meets the same rest."""
+    """Attention, then MLP; `index` counts blocks from 0.
 
-    def __init__(self, config: ModelConfig, mixer: MixerConfig, *, rngs: nnx.Rngs):
+    The mixer draws from random numbers of its own, so that every mixer meets the same rest.
+    """
+
+    def __init__(self, config: ModelConfig, mixer: MixerConfig, index: int | Array, *, rngs: nnx.Rngs):
         mixer_rngs = nnx.Rngs(rngs.mixer())
 
-        def sublayer(function: Callable[[Hidden], Hidden]) -> Sublayer:
-            layer = make_layer(mixer, config.width, config.sublayers, dtype=config.dtype, rngs=mixer_rngs)
+        def sublayer(function: Callable[[Hidden], Hidden], last: bool) -> Sublayer:
+            place = Place(index, last)
+            layer = make_layer(mixer, config.width, config.sublayers, place, dtype=config.dtype, rngs=mixer_rngs)
             return Sublayer(function, layer, config, rngs)
 
-        self.attention = sublayer(Attention(config, rngs=rngs))
-        self.mlp = sublayer(MLP(config, rngs=rngs))
+        self.attention = sublayer(Attention(config, rngs=rngs), last=False)
+        self.mlp = sublayer(MLP(config, rngs=rngs), last=True)
 
     def __call__(self, state: MixerState) -> tuple[MixerState, BlockKept]:
         """The mixer's state after the block, and what `undo` needs."""

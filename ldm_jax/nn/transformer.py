@@ -26,11 +26,11 @@ class Transformer(nnx.Module):
         width, dtype = config.width, config.dtype
         start = nnx.initializers.normal(width**-0.5)
         self.embed = nnx.Embed(config.vocabulary, width, embedding_init=start, dtype=dtype, rngs=rngs)
-        self.blocks = jax.vmap(lambda key: Block(config, mixer, rngs=nnx.Rngs(key)))(
-            jax.random.split(rngs.blocks(), config.depth)
+        self.blocks = jax.vmap(lambda index, key: Block(config, mixer, index, rngs=nnx.Rngs(key)))(
+            jnp.arange(config.depth), jax.random.split(rngs.blocks(), config.depth)
         )
-        scanned = config.sublayers if config.scan else None
-        self.mixer = make_ends(mixer, width, scanned_sublayers=scanned, dtype=dtype, rngs=nnx.Rngs(rngs.mixer()))
+        ends_rngs = nnx.Rngs(rngs.mixer())
+        self.mixer = make_ends(mixer, width, config.sublayers, scanned=config.scan, dtype=dtype, rngs=ends_rngs)
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         untied = None if config.tied else nnx.Linear(width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
         self.head = untied

@@ -1,0 +1,103 @@
+"""DenseFormer: after a block, a weighted average over the outputs of all blocks so far.
+
+Source: DenseFormer, arXiv 2402.02622. "Block" is a transformer's: attention, then MLP.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from ldm_jax.memory.depth_cache import DepthCache, GrowingCache, StackedCache
+from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.typing import Hidden
+
+
+@dataclass(frozen=True)
+class DenseFormerConfig:
+    """Options of the mixer denseformer."""
+
+    dilation: int = 1
+    """k: block i averages over blocks i, i - k, i - 2k .."""
+    period: int = 1
+    """p: only blocks p, 2p, .. (counted from 1) average; the others hand their output on."""
+
+    def __post_init__(self) -> None:
+        for name in ("dilation", "period"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1 (blocks).")
+
+
+class DenseFormerLayer(nnx.Module):
+    """The second sublayer of a block: `X_i = h + o`, then `h <- Y_i = sum_{j<=i} a_ij X_j`, `X_0` being the embedding.
+
+    At the start `a_ii = 1` and the others 0, which is PreLN. The weights are float32. (The first sublayer of a block is
+    `PreLNLayer`.) `block` is its number, from 0; its output is `X_{block + 1}`.
+    """
+
+    def __init__(self, blocks: int, block: int | Array, config: DenseFormerConfig):
+        self.config = config
+        self.weights = nnx.Param((jnp.arange(blocks + 1) == block + 1).astype(jnp.float32))
+
+    def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
+        """The stream."""
+        return state.stream, state
+
+    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
+        """The stream plus the output becomes a source; the stream becomes the average over the sources."""
+        newest = state.stream + output
+        outputs = state.memory.append(newest)
+        if isinstance(outputs, GrowingCache):
+            averages = len(outputs.entries) % self.config.period == 1 % self.config.period
+            stream = self._average_grown(outputs) if averages else newest
+        elif self.config.period == 1:
+            stream = self._average_stacked(outputs)
+        else:
+            averages = outputs.count % self.config.period == 1
+            stream = jax.lax.cond(averages, self._average_stacked, lambda _: newest, outputs)
+        return MixerState(stream, outputs), None
+
+    def undo(self, memory: DepthCache, kept: None) -> DepthCache:
+        """The outputs before a write."""
+        del kept
+        return memory.without_last()
+
+    def _average_grown(self, outputs: GrowingCache) -> Hidden:
+        newest = len(outputs.entries) - 1
+        chosen = range(newest % self.config.dilation, newest + 1, self.config.dilation)
+        chosen_outputs = jnp.stack([outputs.entries[j] for j in chosen])
+        weights = self.weights[...][jnp.asarray(chosen)].reshape(-1, 1, 1, 1)
+        return jnp.sum(weights * at_least_float32(chosen_outputs), axis=0).astype(chosen_outputs.dtype)
+
+    def _average_stacked(self, outputs: StackedCache) -> Hidden:
+        # Rows of k sources: block i looks at one column, so only that is read.
+        dilation, newest = self.config.dilation, outputs.count - 1
+        length = len(outputs.entries)
+        column = newest % dilation
+        sources = outputs.entries.reshape(length // dilation, dilation, *outputs.entries.shape[1:])
+        sources = jax.lax.dynamic_index_in_dim(sources, column, axis=1, keepdims=False)
+        weights = jnp.pad(self.weights[...], (0, length - len(self.weights[...]))).reshape(-1, dilation)
+        weights = jax.lax.dynamic_index_in_dim(weights, column, axis=1, keepdims=False)
+        written = jnp.arange(length // dilation) * dilation + column <= newest
+        weights = jnp.where(written, weights, 0).reshape(-1, 1, 1, 1)
+        return jnp.sum(weights * at_least_float32(sources), axis=0).astype(sources.dtype)
+
+
+class DenseFormerEnds(nnx.Module):
+    """The embedding is the first source; the last stream is handed on."""
+
+    def __init__(self, scanned_blocks: int | None, config: DenseFormerConfig):
+        dilation = config.dilation
+        # A whole number of rows of k sources: see `DenseFormerLayer`.
+        self.sources = None if scanned_blocks is None else -(-(scanned_blocks + 1) // dilation) * dilation
+
+    def start(self, embedding: Hidden) -> MixerState:
+        """The embedding, as the stream and as the only source."""
+        cache = GrowingCache() if self.sources is None else StackedCache.empty(self.sources, embedding)
+        return MixerState(embedding, cache.append(embedding))
+
+    def finish(self, state: MixerState) -> Hidden:
+        """The stream."""
+        return state.stream
