@@ -1,5 +1,6 @@
 """What the scripts share: flags over a config file, one sentence for an error, a cache of compiled programs."""
 
+import importlib.util
 import io
 import os
 import sys
@@ -71,6 +72,12 @@ def parse(arguments_type: type[Arguments]) -> Arguments:
     return tyro.cli(arguments_type, config=_TYRO, registry=_REGISTRY)
 
 
+def require_matplotlib() -> None:
+    """Raises UserError unless pictures can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("pictures need matplotlib: pip install -e '.[plot]'.")
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Runs a script's main; what a user can mend is printed as one sentence, with exit status 1."""
     use_compilation_cache()
@@ -80,6 +87,11 @@ def run_script(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         sys.exit(f"error: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = str(error).partition("\n")[0]
+        sys.exit(f"error: the memory of the device is not enough ({why}). Take a smaller batch, model or key_dim.")
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command goes on from the last checkpoint.")
     except BrokenPipeError:  # the reader of our output has left, as head does

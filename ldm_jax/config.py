@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ldm_jax.mixers import MixerConfig, check_mixer
+from ldm_jax.options import check_option_types
 
 
 class ComputeType(enum.StrEnum):
@@ -93,6 +94,7 @@ class ModelConfig:
     """Tokens whose logits exist at a time."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         _check_at_least(self, 1, "depth", "width", "heads", "mlp_width", "vocabulary", "loss_chunk")
         heads, kv_heads = self.heads, self.kv_heads_or_heads
         _check(self.width % heads == 0, f"heads is {heads}, which does not divide the width {self.width}.")
@@ -142,6 +144,7 @@ class DataConfig:
     """Part of the documents, chosen by a hash of their content, that is kept for validation."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         _check_at_least(self, 1, "context", "document_bytes")
         fraction = self.validation_fraction
         _check(0 < fraction < 1, f"validation_fraction is {fraction}, but it must lie between 0 and 1.")
@@ -201,6 +204,7 @@ class TrainConfig:
     """Length of that sample."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         _check_at_least(
             self, 1, "steps", "batch_size", "accumulation", "log_every", "validate_every", "validation_windows",
             "checkpoint_every", "keep_checkpoints", "sample_tokens",
@@ -235,6 +239,7 @@ class Config:
     train: TrainConfig = TrainConfig()
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         check_mixer(self.mixer, self.model.width)
         # Text is read as bytes; a token past the vocabulary would be looked up as not-a-number.
         vocabulary = self.model.vocabulary

@@ -21,28 +21,59 @@ def read_config(path: Path) -> Config:
     Raises:
         UserError: no such file, invalid TOML, an unknown key, a wrong type or an inadmissible value.
     """
+    return _from_table(Config, _read_table(path), str(path), ())
+
+
+def _read_table(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no config file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the config file {path} cannot be read: {error}.") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from error
-    return _from_table(Config, table, str(path), ())
+
+
+def read_variants(path: Path) -> dict[str, Config]:
+    """The configs by name in a file: one named after it, or, where it has `base` and `variants`, one for each variant.
+
+    `base` is another config file, beside this one; `[variants.NAME]` has what differs from it.
+
+    Raises:
+        UserError: as `read_config`.
+    """
+    table = _read_table(path)
+    if "variants" not in table:
+        return {path.stem: _from_table(Config, table, str(path), ())}
+    rest = sorted(set(table) - {"base", "variants"})
+    if rest or not isinstance(table.get("base"), str) or not isinstance(table["variants"], dict):
+        raise UserError(f"{path} has variants, so it takes base, a file, and tables [variants.NAME], and nothing else.")
+    base = _read_table(path.parent / table["base"])
+    return {
+        name: _from_table(Config, _merged(base, changes), f"{path}, variant {name}", ())
+        for name, changes in table["variants"].items()
+    }
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return base | {name: _merged(base.get(name), value) for name, value in changes.items()}
 
 
 def config_to_toml(config: Config) -> str:
     """The whole config, defaults included, as TOML. Options that are None are left out."""
-    return tomli_w.dumps(_to_table(config))
+    return tomli_w.dumps(config_to_table(config))
 
 
-def _to_table(config: Any) -> dict[str, Any]:
+def config_to_table(config: Any) -> dict[str, Any]:
+    """The same as nested dictionaries."""
     table = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            table[field.name] = _to_table(value)
+            table[field.name] = config_to_table(value)
         elif value is not None:
             table[field.name] = value.value if isinstance(value, enum.Enum) else value
     return table

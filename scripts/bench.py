@@ -1,14 +1,16 @@
 """What a depth memory costs beside PreLN: `python scripts/bench.py memory|traffic|step|compile|write [--json FILE]`."""
 
 import enum
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import tyro
 
-from ldm_jax.cli import parse, run_script
+from ldm_jax.cli import parse, require_matplotlib, run_script
 from ldm_jax.config import ComputeType
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
@@ -16,6 +18,8 @@ from ldm_jax.mixers import Form
 from ldm_jax.report import bench
 from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
 from ldm_jax.report.compiled import tpu_chip
+
+T = TypeVar("T")
 
 
 class What(enum.StrEnum):
@@ -52,12 +56,12 @@ class Arguments:
     """A TPU slice such as v5e:2x2, for a chip of which memory and traffic are compiled; no TPU is needed."""
     key_dims: tuple[int, ...] | None = None
     """K. None: 4 and 16, for a TPU 8."""
-    ways: tuple[Backward, ...] = tuple(Backward)
-    """What the backward pass has."""
+    ways: tuple[Backward, ...] | None = None
+    """What the backward pass has. None: all three."""
     forms: tuple[Form, ...] | None = None
     """Forms of the memory. None: all; fused, whose kernel is for TPUs, with --tpu only."""
-    dtypes: tuple[ComputeType, ...] = tuple(ComputeType)
-    """Compute types (traffic)."""
+    dtypes: tuple[ComputeType, ...] | None = None
+    """Compute types (traffic). None: both."""
     depths: tuple[int, ...] | None = None
     """Blocks (memory; the slope is between the last two). None: 6, 12 and 24, for a TPU 24."""
     step_depth: int = 4
@@ -76,6 +80,13 @@ def check(arguments: Arguments) -> None:
         raise UserError("the picture is one of memory on this machine: leave --plot out.")
     if arguments.tpu is None and Form.FUSED in (arguments.forms or ()):
         raise UserError("the form fused is for TPUs: leave it out of --forms, or add --tpu v5e:2x2.")
+    here = What.MEMORY, What.TRAFFIC, What.STEP, What.COMPILE
+    for name, measured in (("depths", (What.MEMORY,)), ("dtypes", (What.TRAFFIC,)), ("ways", here), ("forms", here)):
+        if getattr(arguments, name) is not None and arguments.what not in measured:
+            raise UserError(f"{arguments.what} takes no {name}: leave --{name} out.")
+    for name in ("key_dims", "ways", "forms", "dtypes", "depths"):
+        if getattr(arguments, name) == ():
+            raise UserError(f"--{name.replace('_', '-')} is empty: name some, or leave it out.")
     depths = arguments.depths or (1,)
     if min(depths) < 1 or list(depths) != sorted(set(depths)):
         raise UserError(f"depths are {depths}, but they must be at least 1 and rise.")
@@ -88,17 +99,22 @@ def check(arguments: Arguments) -> None:
             raise UserError(f"{name} is {min(values)}, but it must be at least 1.")
 
 
+def chosen(named: tuple[T, ...] | None, usual: tuple[T, ...]) -> tuple[T, ...]:
+    """What was named, each once, or what is usual."""
+    return tuple(dict.fromkeys(named or usual))
+
+
 def rows(arguments: Arguments) -> Iterator[bench.Row]:
     """The figures that are asked for, as they are measured."""
-    key_dims = arguments.key_dims or ((4, 16) if arguments.tpu is None else (8,))
+    key_dims = chosen(arguments.key_dims, (4, 16) if arguments.tpu is None else (8,))
     everywhere = (Form.RECURRENT, Form.DUAL) if arguments.tpu is None else tuple(Form)
-    subjects = arguments.ways, arguments.forms or everywhere, key_dims
+    subjects = chosen(arguments.ways, tuple(Backward)), chosen(arguments.forms, everywhere), key_dims
     chip = None if arguments.tpu is None else tpu_chip(arguments.tpu)
     match arguments.what:
         case What.MEMORY:
             return bench.memory_rows(chip, *subjects, arguments.depths or ((6, 12, 24) if chip is None else (24,)))
         case What.TRAFFIC:
-            return bench.traffic_rows(chip, *subjects, arguments.dtypes)
+            return bench.traffic_rows(chip, *subjects, chosen(arguments.dtypes, tuple(ComputeType)))
         case What.STEP:
             return bench.step_rows(*subjects, arguments.step_depth, arguments.repetitions or 10)
         case What.COMPILE:
@@ -111,6 +127,11 @@ def main() -> None:
     """Parses and measures."""
     arguments = parse(Arguments)
     check(arguments)
+    for file in (arguments.json, arguments.plot):
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise UserError(f"{file} cannot be written: {file.parent} is no folder that takes files.")
+    if arguments.plot is not None:
+        require_matplotlib()
     if arguments.tpu is not None:
         jax.config.update("jax_platforms", "cpu")
     if arguments.tpu is not None or arguments.what is What.COMPILE:  # programs for no device of ours can't be read back

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from ldm_jax.cli import parse, run_script
-from ldm_jax.errors import UserError
+from ldm_jax.cli import parse, require_matplotlib, run_script
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,9 @@ class Arguments:
 def main() -> None:
     """Parses and draws."""
     arguments = parse(Arguments)
-    try:
-        from ldm_jax.report.curves import plot_runs
-    except ModuleNotFoundError as error:
-        raise UserError("pictures need matplotlib: pip install -e '.[plot]'.") from error
+    require_matplotlib()
+    from ldm_jax.report.curves import plot_runs
+
     plot_runs(arguments.runs, arguments.out)
     print(arguments.out)
 

@@ -95,3 +95,27 @@ def test_no_option_is_a_free_string():
     # A string that is looked up somewhere would let a typo mean "off": only paths and prompts are strings.
     strings = {name for _, name, hint in fields(Config) if hint in (str, str | None) and not issubclass(str, enum.Enum)}
     assert strings == {"path", "sample_prompt"}
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: LDMConfig(form="dual"),
+            "form is 'dual', but it must be one of Form.RECURRENT, Form.DUAL, Form",
+        ),
+        (lambda: MixerConfig(backward="undo"), "backward is 'undo', but it must be one of Backward.STORED"),
+        (lambda: MixerConfig(kind="x"), "kind is 'x', but it must be one of MixerKind.PRELN"),
+        (lambda: MixerConfig(ldm=None), "ldm is None, but it must be a LDMConfig"),
+        (lambda: LDMConfig(key_dim=2.5), "key_dim is 2.5, but it must be a whole number"),
+        (lambda: LDMConfig(groups=True), "groups is True, but it must be a whole number"),
+        (lambda: LDMConfig(unit_keys=1), "unit_keys is 1, but it must be True or False"),
+        (lambda: LDMConfig(initial_gain=float("nan")), "initial_gain is nan, but it must be a number"),
+        (lambda: LDMConfig(initial_gain=float("inf")), "initial_gain is inf, but it must be finite"),
+        (lambda: LDMConfig(alpha=1e300), "alpha is 1e.300, but it must be positive, from 1e-30 to 1e30"),
+    ],
+)
+def test_options_have_their_types_in_python_too(unchecked_annotations, make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+    assert LDMConfig(alpha=3).alpha == 3

@@ -13,7 +13,14 @@ import ldm_jax
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [{"memory"}, {"mixers"}, {"nn"}, {"data", "infer"}, {"train"}, {"report"}]
-SHARED = {"typing", "errors", "files", "config", "config_file"}  # may be imported from anywhere that may import theirs
+SHARED = {
+    "typing",
+    "errors",
+    "files",
+    "config",
+    "config_file",
+    "options",
+}  # may be imported from anywhere that may import theirs
 MODULES = sorted(ROOT.glob("ldm_jax/**/*.py"))
 
 

@@ -47,8 +47,8 @@ def depth_scan(
     that of the step at the state which it returns.
 
     Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` closes over are differentiated,
-    too, those of `undo` have no part in the gradient; integers have none. JAX has no forward mode (`jax.jvp`,
-    `jax.jacfwd`, `jax.hessian`) through `undone`: use `recomputed`.
+    too, those of `undo` have no part in the gradient; integers have none. Inside `jax.shard_map`, `undone` needs
+    `check_vma=False`. JAX has no forward mode through it (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): use `recomputed`.
 
     Args:
         step: `(layer, state) -> (state, kept)`. The state is a pytree of arrays that keeps its structure, shapes and
@@ -61,13 +61,17 @@ def depth_scan(
         policy: what `recomputed` saves nevertheless (`jax.checkpoint_policies`).
 
     Raises:
-        ValueError: `undone` without `undo`.
-        TypeError: forward-mode differentiation through `undone`.
+        ValueError: no such way; `undone` without `undo`, or one that returns another structure, shape or type.
+        TypeError: forward-mode differentiation through `undone`, where JAX lets us see it.
 
     Source: reversible networks (Gomez et al., arXiv 1707.04585) compute earlier states from later ones, too; what a
     write keeps so that it can be undone is ours.
     """
-    match backward:
+    if backward not in list(Backward):
+        raise ValueError(f"backward is {backward!r}, but it must be one of {', '.join(Backward)}.")
+    if any(not jnp.shape(leaf) for leaf in jax.tree.leaves(layers)):
+        raise ValueError("layers has a scalar leaf, but every leaf must have a leading depth axis.")
+    match Backward(backward):
         case Backward.STORED:
             return _run(step, state, layers, scan)[0]
         case Backward.RECOMPUTED:
@@ -83,7 +87,7 @@ def depth_scan(
                 if "forward-mode" not in str(error):
                     raise
                 raise TypeError(
-                    "backward is undone, which has no forward-mode differentiation (jvp, jacfwd, hessian): take "
+                    "backward is undone, which has no forward-mode differentiation (jvp, jacfwd, linearize): take "
                     "backward=recomputed (mixer.backward in a config), or reverse mode."
                 ) from error
 
@@ -111,6 +115,7 @@ def _scan_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
     kept = jax.eval_shape(step, layer, state)[1]
     run_step, step_arrays = _explicit(step, layer, state)
+    _check_undo(undo, state, layer, state, kept)
     run_undo, undo_arrays = _explicit(undo, layer, state, kept)
 
     @jax.custom_vjp
@@ -149,6 +154,7 @@ def _loop_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     for layer in each:
         before, (shapes, kept) = shapes, jax.eval_shape(step, layer, shapes)
         steps.append(_explicit(step, layer, before))
+        _check_undo(undo, before, layer, shapes, kept)
         undos.append(_explicit(undo, layer, shapes, kept))
 
     @jax.custom_vjp
@@ -178,6 +184,14 @@ def _loop_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
 
     run.defvjp(forward, pull_back)
     return run([(a, b) for (_, a), (_, b) in zip(steps, undos, strict=True)], each, state)
+
+
+def _check_undo(undo: Undo, before: Any, *arguments: Any) -> None:
+    """Raises ValueError unless `undo` returns what the step was given, in structure, shapes and types."""
+    of = lambda tree: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)  # noqa: E731
+    found, expected = of(jax.eval_shape(undo, *arguments)), of(before)
+    if found != expected:
+        raise ValueError(f"undo returns {found}, but the state before the step is {expected}: it must return the same.")
 
 
 def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:

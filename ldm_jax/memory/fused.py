@@ -29,12 +29,12 @@ def write_read(
         e = v - M k,    M <- M + e g',    y = M q
 
     With `g = (beta/s) P k` it is the RLS write. Compiled for a TPU it is one kernel; elsewhere plain JAX with the same
-    numbers. The compiler does not split the kernel over devices: shard tokens and groups by `jax.shard_map`. It has no
-    forward mode.
+    numbers. The compiler does not split the kernel over devices: shard tokens and groups by `jax.shard_map`, with
+    `check_vma=False`. It has no forward mode and no second derivative.
 
     Args:
         memory: `M` of all groups side by side, K first, so that the widest axis is the last.
-        key: `k`, in the memory's type, as gain and query.
+        key: `k`; cast to the memory's type, as gain and query.
         gain: `g`.
         value: `v` of all groups side by side, in any floating type.
         query: `q`.
@@ -43,7 +43,15 @@ def write_read(
     Returns:
         The memory; the error `e`, in the memory's type, with no gradient of its own; the readout `y`, in the value's
         type.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+        TypeError: a value that is not floating.
     """
+    _check(memory, value, key=key, gain=gain, query=query)
+    key, gain, query = (keys.astype(memory.dtype) for keys in (key, gain, query))
+    if not memory.size:
+        return memory, value.astype(memory.dtype), jnp.zeros_like(value)
     m, v = memory.reshape(len(memory), -1, memory.shape[-1]), value.reshape(-1, value.shape[-1])
     results = _write_read(m, _by_group(key), _by_group(gain), v, _by_group(query), interpret)
     after, error, readout = cast(tuple[Array, ...], results)
@@ -85,10 +93,36 @@ def undo_write(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "K *tokens D"], Float[Array, "*tokens D"]]:
-    """What `write_read` was given, from what it returned: `M <- M - e g'`, and the value `v = e + M k`."""
+    """What `write_read` was given, from what it returned: `M <- M - e g'`, and the value `v = e + M k`.
+
+    Arguments and errors as there. No derivative.
+    """
+    _check(memory, error, key=key, gain=gain)
+    key, gain, error = (array.astype(memory.dtype) for array in (key, gain, error))
+    if not memory.size:
+        return memory, error
     m, e = memory.reshape(len(memory), -1, memory.shape[-1]), error.reshape(-1, error.shape[-1])
     before, value = _choose(undo_kernel, _undo_plain, interpret)(m, _by_group(key), _by_group(gain), e)
     return before.reshape(memory.shape), value.reshape(error.shape)
+
+
+def _check(memory: Array, value: Array, **all_keys: Array) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"the value is {value.dtype}, but it must be floating.")
+    if memory.shape[1:] != value.shape or memory.ndim < 2:
+        raise ValueError(
+            f"the memory has shape {memory.shape} and the value {value.shape}, but they must be [K, *tokens, D] and "
+            "[*tokens, D]."
+        )
+    key_dim, *tokens, width = memory.shape
+    for name, keys in all_keys.items():
+        groups = keys.shape[-2] if keys.ndim > 1 else 0
+        if keys.shape != (*tokens, groups, key_dim) or keys.shape != all_keys["key"].shape or width % max(groups, 1):
+            raise ValueError(
+                f"the {name} has shape {keys.shape}, but for a memory of shape {memory.shape} it must be "
+                f"[*tokens, G, K] with tokens {tuple(tokens)}, K {key_dim}, and a G that divides D {width}, the same "
+                "for all keys."
+            )
 
 
 def _by_group(keys: Float[Array, "*tokens G K"]) -> Float[Array, "G K all_tokens"]:

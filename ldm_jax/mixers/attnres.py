@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ldm_jax.memory.depth_cache import DepthCache, GrowingCache, StackedCache
 from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.options import check_option_types
 from ldm_jax.typing import DType, Hidden
 
 EPSILON = 1e-6  # of the keys' norm; our choice
@@ -26,6 +27,7 @@ class AttnResBlockConfig:
     """Sublayers (not blocks of the transformer) whose outputs are summed into one source."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}, but it must be at least 1 (sublayers).")
 

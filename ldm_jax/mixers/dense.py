@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from ldm_jax.memory.depth_cache import DepthCache, GrowingCache, StackedCache
 from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.options import check_option_types
 from ldm_jax.typing import Hidden
 
 
@@ -25,6 +26,7 @@ class DenseFormerConfig:
     """p: only blocks p, 2p, .. (counted from 1) average; the others hand their output on."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         for name in ("dilation", "period"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1 (blocks).")

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from ldm_jax.options import check_option_types
+
 FUSED_WIDTH = 128  # of a TPU's registers
 FUSED_SIZE = 8192  # K V of a group: 64 MiB of on-chip memory
 
@@ -57,11 +59,14 @@ class DepthMemoryConfig:
         return self.form is Form.DUAL or self.write in (Write.RLS, Write.SQRT_RLS)
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         for name in ("groups", "key_dim", "latent_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
-        if not 0 < self.alpha < float("inf"):
-            raise ValueError(f"alpha is {self.alpha}, but it must be positive and finite.")
+        if not 1e-30 <= self.alpha <= 1e30:  # the state is float32
+            raise ValueError(f"alpha is {self.alpha}, but it must be positive, from 1e-30 to 1e30.")
+        if not abs(self.initial_gain) < float("inf"):
+            raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite.")
         if self.forgetting_floor is not None and not 0 < self.forgetting_floor <= 1:
             raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in (0, 1].")
         if self.write is Write.DELTA and not self.unit_keys:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.options import check_option_types
 from ldm_jax.typing import Hidden, Streams
 
 Coefficients = tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T E E"]]
@@ -26,6 +27,7 @@ class HyperConfig:
     """Coefficients depend on the token. Otherwise they are parameters."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if self.streams < 1:
             raise ValueError(f"streams is {self.streams}, but it must be at least 1.")
 

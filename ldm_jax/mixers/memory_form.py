@@ -104,8 +104,8 @@ class Recurrent(MemoryForm):
     ) -> MemoryState:
         """The state before the first write."""
         del dtype  # values are not kept
-        init = WRITES[self.kind][1]
-        inverse_covariance = jax.vmap(lambda alpha: init(1, key_dim, alpha)[1])(jnp.broadcast_to(alpha, (groups,)))
+        init_one = lambda alpha: WRITES[self.kind][1](1, key_dim, alpha)[1]  # noqa: E731
+        inverse_covariance = jax.vmap(init_one)(jnp.broadcast_to(alpha, (groups,)))
         return MemoryState(
             jnp.zeros((*tokens, groups, key_dim, value_dim), inverse_covariance.dtype),
             jnp.broadcast_to(inverse_covariance, (*tokens, groups, key_dim, key_dim)),
@@ -215,10 +215,7 @@ class Dual(MemoryForm):
 
 
 def make_form(config: DepthMemoryConfig, depth: int | None = None) -> MemoryForm:
-    """The form that the options ask for; of the dual one, for a scan over that many observations.
-
-    Raises ValueError for fused, which only a mixer has.
-    """
+    """The form that the options ask for; of the dual one, for a scan over that many observations."""
     if config.form is Form.FUSED:
         raise ValueError(
             "form is fused, which puts a write off until the next read: only the mixer ldm of a model does that. Here "

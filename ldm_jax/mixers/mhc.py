@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.options import check_option_types
 from ldm_jax.typing import Hidden
 
 SINKHORN_ROUNDS = 20
@@ -29,6 +30,7 @@ class MHCConfig:
     2 and four streams .71 of a stream stays in it."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if self.streams < 1:
             raise ValueError(f"streams is {self.streams}, but it must be at least 1.")
         if not abs(self.initial_diagonal) < 8:

@@ -17,6 +17,7 @@ from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, LDMLayer
 from ldm_jax.mixers.ldm_fused import FusedLDMEnds, FusedLDMLayer
 from ldm_jax.mixers.mhc import MHCConfig, MHCLayer
 from ldm_jax.mixers.preln import PreLNEnds, PreLNLayer
+from ldm_jax.options import check_option_types
 from ldm_jax.typing import DType
 
 
@@ -72,6 +73,7 @@ class MixerConfig:
         return self.backward or (Backward.UNDONE if self.undoable else Backward.RECOMPUTED)
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if self.backward is Backward.UNDONE and not self.undoable:
             what, divisor = (f"the write {self.ldm.write}", "forgetting")
             if self.kind in MIXING:

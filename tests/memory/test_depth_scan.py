@@ -331,3 +331,26 @@ def test_sharded_tokens():
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "sharded: the same"
+
+
+def test_a_way_that_there_is_not(rng, unchecked_annotations):
+    layers = problem(rng, jnp.float32, depth=2)
+    step, undo = step_and_undo(RLS, 1.0)
+    for way in ("undo", "", None, 3):
+        with pytest.raises(ValueError, match=r"backward is .*must be one of stored, recomputed, undone"):
+            depth_scan(step, start(RLS, jnp.float32), layers, backward=way, undo=undo)
+    with pytest.raises(ValueError, match="layers has a scalar leaf"):
+        depth_scan(step, start(RLS, jnp.float32), (layers, 1.0))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_an_undo_that_returns_something_else(rng, unchecked_annotations, scan):
+    layers = problem(rng, jnp.float32, depth=2)
+    step, undo = step_and_undo(RLS, 1.0)
+    for wrong in (
+        lambda *arguments: None,
+        lambda *arguments: undo(*arguments)._replace(stream=jnp.zeros(VALUE + 1)),
+        lambda *arguments: undo(*arguments)._replace(stream=jnp.zeros(VALUE, jnp.bfloat16)),
+    ):
+        with pytest.raises(ValueError, match=r"undo returns .*, but the state before the step is"):
+            depth_scan(step, start(RLS, jnp.float32), layers, backward=Backward.UNDONE, undo=wrong, scan=scan)

@@ -79,6 +79,25 @@ def test_undo_gives_back_memory_and_value(rng, x64, interpret):
 
 
 @each_way
+def test_what_does_not_belong_together_is_refused(rng, unchecked_annotations, interpret):
+    m, _, k, v, _, q = (x.astype(jnp.float32) for x in problem(rng, 5, 2))
+    for wrong in (k[:, :1], k[..., :1], k[:1], k[0], k[None]):
+        with pytest.raises(
+            ValueError, match=r"the query has shape .* must be \[\*tokens, G, K\] with tokens \(5,\), K 2"
+        ):
+            write_read(m, k, k, v, wrong, interpret=interpret)
+        with pytest.raises(ValueError, match="the gain has shape"):
+            undo_write(m, k, wrong, v, interpret=interpret)
+    for memory, value in ((jnp.moveaxis(m, 0, 1), v), (m, v[:, :128]), (m, v[:, :1]), (m[:, :1], v)):
+        with pytest.raises(ValueError, match=r"the memory has shape .* must be \[K, \*tokens, D\] and \[\*tokens, D\]"):
+            write_read(memory, k, k, value, q, interpret=interpret)
+    with pytest.raises(TypeError, match="the value is int32"):
+        write_read(m, k, k, v.astype(jnp.int32), q, interpret=interpret)
+    after, error, readout = write_read(m[:, :0], k[:0], k[:0], v[:0], q[:0], interpret=interpret)
+    assert (after.shape, error.shape, readout.shape) == ((2, 0, WIDTH), (0, WIDTH), (0, WIDTH))
+
+
+@each_way
 def test_leading_axes_types_and_transformations(rng, interpret):
     memory, _, key, value, _, query = (x.astype(jnp.float32) for x in problem(rng, 6, 2))
     value = value.astype(jnp.bfloat16)
@@ -95,3 +114,5 @@ def test_leading_axes_types_and_transformations(rng, interpret):
     np.testing.assert_allclose(mapped[2][:, 0].astype(jnp.float32), readout.astype(jnp.float32), atol=2e-2)
     of_value = jax.grad(lambda v: jnp.sum(run(memory, key, v, query)[2].astype(jnp.float32)))(value)
     assert of_value.dtype == jnp.bfloat16
+    low = jax.grad(lambda k: jnp.sum(run(memory, k, value, query)[0]))(key.astype(jnp.bfloat16))
+    assert low.dtype == jnp.bfloat16

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -80,18 +81,29 @@ def test_write_rows(small):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["traffic"], "traffic is counted by the TPU compiler: add --tpu v5e:2x2"),
-        (["step", "--tpu", "v5e:2x2"], "step is measured on this machine: leave --tpu out"),
-        (["step", "--plot", "x.png"], "the picture is one of memory on this machine"),
-        (["memory", "--depths", "4", "4"], "depths are (4, 4), but they must be at least 1 and rise"),
-        (["memory", "--key-dims", "0"], "key_dims is 0, but it must be at least 1"),
-        (["write", "--repetitions", "0"], "repetitions is 0"),
+        ("step --tpu v5e:2x2", "step is measured on this machine: leave --tpu out"),
+        ("step --plot x.png", "the picture is one of memory on this machine"),
+        ("step --forms fused", "the form fused is for TPUs"),
+        ("step --depths 7", "step takes no depths: leave --depths out"),
+        ("write --forms dual", "write takes no forms"),
+        ("memory --dtypes float32", "memory takes no dtypes"),
+        ("memory --depths 4 4", r"depths are \(4, 4\), but they must be at least 1 and rise"),
+        ("memory --ways", "--ways is empty: name some, or leave it out"),
+        ("memory --key-dims 0", "key_dims is 0, but it must be at least 1"),
+        ("write --repetitions 0", "repetitions is 0"),
+        ("write --json /nowhere/x.json", "/nowhere/x.json cannot be written: /nowhere is no folder"),
     ],
 )
-def test_what_the_script_refuses(flags, words):
-    done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=False)
+def test_what_the_script_refuses(monkeypatch, flags, words):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags.split()])
+    with pytest.raises(UserError, match=words):
+        runpy.run_path(str(SCRIPT))["main"]()
+
+
+def test_a_refusal_is_one_sentence():
+    done = subprocess.run([sys.executable, str(SCRIPT), "traffic"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {words}")
+    assert done.stderr.startswith("error: traffic is counted by the TPU compiler: add --tpu v5e:2x2")
 
 
 @pytest.mark.slow

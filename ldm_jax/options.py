@@ -1,0 +1,35 @@
+"""What every options class has in common: fields of the declared types, checked when it is made."""
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from typing import Any
+
+
+def check_option_types(options: Any) -> None:
+    """Raises ValueError unless every field of a dataclass has its declared type, and every float is a number.
+
+    Without it a string in the place of an enum would compare unequal to every choice, and so mean none of them.
+    """
+    for name, hint in typing.get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if value is None and types.NoneType in choices:
+            continue
+        kind = next(choice for choice in choices if choice is not types.NoneType)
+        if kind is float and type(value) is int:
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{name} is {value!r}, but it must be {_described(kind)}.")
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{name} is nan, but it must be a number.")
+
+
+def _described(kind: type) -> str:
+    if issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(f"{kind.__name__}.{choice.name}" for choice in kind)
+    if dataclasses.is_dataclass(kind):
+        return f"a {kind.__name__}"
+    return {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}[kind]

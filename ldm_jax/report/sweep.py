@@ -1,0 +1,149 @@
+"""Runs of many configs: what is missing is trained, a process for each run; what is finished is never run again."""
+
+import contextlib
+import fcntl
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from ldm_jax.config import Config
+from ldm_jax.config_file import config_to_toml
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
+from ldm_jax.report.finished_runs import (
+    FinishedRun,
+    Run,
+    diverged_run,
+    finished_run,
+    make_run,
+    read_finished,
+    write_finished,
+)
+
+EXTENSIONS = 3
+"""How often a grid of rates grows at an edge."""
+
+
+class Sweep:
+    """A folder of runs, with a row of `runs.csv` for each that is finished. One process at a time has the folder.
+
+    A run is a process of `train_script`, on a share of the cores. Killed, it goes on from its checkpoint at the next
+    start.
+    """
+
+    def __init__(self, folder: Path, train_script: Path, jobs: int, say: Callable[[str], None] = print):
+        self.folder, self.train_script, self.jobs, self.say = folder, train_script, jobs, say
+        self.file = folder / "runs.csv"
+        self.finished = {row.config_hash: row for row in read_finished(self.file)}
+
+    def complete(self, runs: Sequence[Run]) -> list[FinishedRun]:
+        """The rows of these runs, after those that are missing have been trained.
+
+        Raises:
+            UserError: a run failed other than by a loss that is not finite; or another process has the folder.
+        """
+        missing = [run for run in runs if run.config_hash not in self.finished]
+        if missing:
+            self.say(f"{len(runs)} runs, {len(missing)} of them to do, {self.jobs} at a time")
+            with self._locked():
+                self._train(missing)
+        return [self.finished[run.config_hash] for run in runs]
+
+    def _train(self, runs: Sequence[Run]) -> None:
+        cores: queue.SimpleQueue[set[int] | None] = queue.SimpleQueue()
+        for share in _shares(self.jobs):
+            cores.put(share)
+        processes: set[subprocess.Popen[bytes]] = set()
+
+        def train(run: Run) -> FinishedRun:
+            share = cores.get()
+            try:
+                return self._train_one(run, share, processes)
+            finally:
+                cores.put(share)
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                for done in as_completed([pool.submit(train, run) for run in runs]):
+                    row = done.result()
+                    self.finished[row.config_hash] = row
+                    write_finished(self.file, list(self.finished.values()))
+                    loss = "diverged" if row.diverged else f"validation loss {row.validation_loss:.4f}"
+                    where = f"{row.method:<20} rate {row.learning_rate:g} seed {row.seed}"
+                    self.say(f"{where}: {loss}, {row.seconds:.0f} s")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(processes):
+                    process.terminate()
+                raise
+
+    def _train_one(self, run: Run, cores: set[int] | None, processes: set["subprocess.Popen[bytes]"]) -> FinishedRun:
+        folder, log = self.folder / "runs" / run.name, self.folder / "runs" / f"{run.name}.log"
+        config = log.with_suffix(".toml")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(config, config_to_toml(run.config))
+        command = [sys.executable, str(self.train_script), str(config), "--run", str(folder)]
+        while True:
+            with log.open("wb") as output:
+                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            processes.add(process)
+            if cores is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(process.pid, cores)
+            status = process.wait()
+            processes.discard(process)
+            last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+            if status == 0:
+                return finished_run(run, folder)
+            if "so the run stops" in last:
+                return diverged_run(run)
+            if "another process is training" not in last:
+                raise UserError(f"the run {run.name} failed ({last or f'status {status}'}): see {log}.")
+            time.sleep(5)  # a run that outlived the comparison which had started it
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another comparison is running in {self.folder}: wait for it.") from None
+            yield
+
+
+def _shares(jobs: int) -> list[set[int] | None]:
+    """The cores of each job; None where the system does not say, or there are too few."""
+    if not hasattr(os, "sched_setaffinity"):
+        return [None] * jobs
+    cores = sorted(os.sched_getaffinity(0))
+    return [set(cores[job::jobs]) or None for job in range(jobs)]
+
+
+def tune(sweep: Sweep, methods: Mapping[str, Config], rates: Sequence[float], seed: int) -> dict[str, float]:
+    """The best learning rate of each method on one seed, by validation loss.
+
+    A grid whose best rate is at an edge grows there by the ratio of its first two rates (2 if it has only one), at most
+    `EXTENSIONS` times.
+    """
+    grids = {method: sorted(set(rates)) for method in methods}
+    ratio = grids[next(iter(grids))][1] / min(rates) if len(set(rates)) > 1 else 2.0
+    for extension in range(EXTENSIONS + 1):
+        runs = [make_run(method, methods[method], rate, seed) for method, grid in grids.items() for rate in grid]
+        rows = sweep.complete(runs)
+        best = {}
+        for method in methods:
+            own = (row for row in rows if row.method == method)
+            best[method] = min(own, key=lambda row: row.validation_loss).learning_rate
+        at_edge = [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]
+        if not at_edge or extension == EXTENSIONS:
+            return best
+        for method in at_edge:
+            grid = grids[method]
+            grids[method] = [grid[0] / ratio, *grid] if best[method] == grid[0] else [*grid, grid[-1] * ratio]
+    raise AssertionError("unreachable")
