@@ -6,6 +6,7 @@ import enum
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ def read_variants(path: Path) -> dict[str, Config]:
         name: _from_table(Config, _merged(base, changes), f"{path}, variant {name}", ())
         for name, changes in table["variants"].items()
     }
+
+
+def read_methods(files: Sequence[Path]) -> dict[str, Config]:
+    """The configs by name in several files.
+
+    Raises:
+        UserError: as `read_variants`; no file; a name twice.
+    """
+    methods: dict[str, Config] = {}
+    for file in files:
+        for name, config in read_variants(file).items():
+            if name in methods:
+                raise UserError(f"there are two configs named {name}; the second is in {file}: rename one.")
+            methods[name] = config
+    if not methods:
+        raise UserError("there is no config: give some, such as configs/compare/*.toml.")
+    return methods
 
 
 def _merged(base: Any, changes: Any) -> Any:

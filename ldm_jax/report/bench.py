@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from ldm_jax.memory import Backward, Observation
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.mixers.memory_form import Recurrent
 from ldm_jax.report.compiled import Chip, compile_gradient, costs, temporary_bytes
+from ldm_jax.report.timing import alternating
 from ldm_jax.train.step import make_state, make_train_step
 
 
@@ -175,7 +175,7 @@ def step_rows(
 
         return run
 
-    times = _alternating([runner(subject) for subject in all_subjects], repetitions)
+    times = alternating([runner(subject) for subject in all_subjects], repetitions)
     medians = {subject: statistics.median(each) for subject, each in zip(all_subjects, times, strict=True)}
     for subject, median in medians.items():
         yield subject.row("step_seconds", depth, median, "seconds", medians[preln(subject.backward)])
@@ -192,7 +192,7 @@ def compile_rows(
     for subject in [preln(), *subjects(ways, forms, key_dims)]:
         configs = {depth: subject.config(CPU_SIZE, depth) for depth in (12, 96)}
         runs = [functools.partial(compile_gradient, config, None) for config in configs.values()]
-        for depth, times in zip(configs, _alternating(runs, repetitions, warm_up=1), strict=True):
+        for depth, times in zip(configs, alternating(runs, repetitions, warm_up=1), strict=True):
             seconds = statistics.median(times)
             reference.setdefault(depth, seconds)
             yield subject.row("compile_seconds", depth, seconds, "seconds", reference[depth])
@@ -211,19 +211,7 @@ def write_rows(key_dims: Sequence[int], repetitions: int) -> Iterator[Row]:
         )
         one_write = functools.partial(jax.jit(form.write), state, observation)
         one_copy = functools.partial(jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state)), state)
-        times = _alternating([one_write, one_copy], repetitions)
+        times = alternating([one_write, one_copy], repetitions)
         for what, each in zip(("write_seconds", "copy_seconds"), times, strict=True):
             seconds = statistics.median(each)
             yield Row(what, "ldm", None, "recurrent", key_dim, 1, "float32", seconds, "seconds", None)
-
-
-def _alternating(runs: Sequence[Callable[[], Any]], repetitions: int, warm_up: int = 2) -> list[list[float]]:
-    """Seconds of each, taking turns; the first rounds, which compile and warm up, do not count."""
-    times: list[list[float]] = [[] for _ in runs]
-    for repetition in range(-warm_up, repetitions):
-        for run, each in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            if repetition >= 0:
-                each.append(time.perf_counter() - start)
-    return times

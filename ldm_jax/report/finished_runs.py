@@ -6,11 +6,12 @@ import hashlib
 import io
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_table
+from ldm_jax.config_file import config_to_table, config_to_toml, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.train.metrics import read_metrics
@@ -148,3 +149,18 @@ def _parse(row: dict[str, str]) -> FinishedRun:
     numbers = int(row["seed"]), float(row["learning_rate"]), int(row["steps"])
     losses = float(row["training_loss"]), float(row["validation_loss"]), float(row["seconds"])
     return FinishedRun(row["config_hash"], row["method"], *numbers, *losses, curve)
+
+
+def store_methods(folder: Path, methods: Mapping[str, Config]) -> None:
+    """Keeps the configs with the comparison, so that it can be reported again."""
+    (folder / "methods").mkdir(parents=True, exist_ok=True)
+    for method, config in methods.items():
+        write_atomically(folder / "methods" / f"{method}.toml", config_to_toml(config))
+
+
+def stored_methods(folder: Path) -> dict[str, Config]:
+    """What `store_methods` kept. Raises UserError if there is nothing."""
+    files = sorted((folder / "methods").glob("*.toml"))
+    if not files:
+        raise UserError(f"{folder} holds no comparison: give a folder that scripts/compare.py has written.")
+    return {file.stem: read_config(file) for file in files}

@@ -2,10 +2,13 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import queue
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -22,6 +25,7 @@ from ldm_jax.report.finished_runs import (
     finished_run,
     make_run,
     read_finished,
+    store_methods,
     write_finished,
 )
 
@@ -50,9 +54,51 @@ class Sweep:
         missing = [run for run in runs if run.config_hash not in self.finished]
         if missing:
             self.say(f"{len(runs)} runs, {len(missing)} of them to do, {self.jobs} at a time")
-            with self._locked():
+            with self._locked(), _stopped_by_terminate():
                 self._train(missing)
         return [self.finished[run.config_hash] for run in runs]
+
+    def tune_and_repeat(
+        self, methods: Mapping[str, Config], rates: Sequence[float], seeds: Sequence[int]
+    ) -> dict[str, float]:
+        """Finds each method's best rate on the first seed, trains it at that rate on all; returns the rates.
+
+        Raises:
+            UserError: rates or seeds that do not serve; otherwise as `complete`.
+        """
+        if self.jobs < 1:
+            raise UserError(f"jobs is {self.jobs}, but it must be at least 1.")
+        if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+            raise UserError(f"the seeds are {tuple(seeds)}, but there must be some, none negative and none twice.")
+        if not rates or not 0 < min(rates) <= max(rates) < math.inf:
+            raise UserError(f"the learning rates are {tuple(rates)}, but there must be some, positive and finite.")
+        store_methods(self.folder, methods)
+        best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
+        self.complete([make_run(method, methods[method], best[method], seed) for seed in seeds for method in methods])
+        return best
+
+    def tune(self, methods: Mapping[str, Config], rates: Sequence[float], seed: int) -> dict[str, float]:
+        """The best learning rate of each method on one seed, by final validation loss.
+
+        A grid whose best rate is at an edge grows there by the ratio of its first two rates, up to `EXTENSIONS` times.
+        """
+        best: dict[str, float] = {}
+        grids = {method: sorted(set(rates)) for method in methods}
+        first, second, *_ = sorted(set(rates))
+        for extension in range(EXTENSIONS + 1):
+            runs = [make_run(method, methods[method], rate, seed) for method, grid in grids.items() for rate in grid]
+            rows = self.complete(runs)
+            for method in methods:
+                own = (row for row in rows if row.method == method)
+                best[method] = min(own, key=lambda row: row.validation_loss).learning_rate
+            at_edge = [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]
+            if not at_edge or extension == EXTENSIONS:
+                break
+            for method in at_edge:
+                grid, ratio = grids[method], second / first
+                low = best[method] == grid[0]
+                grids[method] = [_rounded(grid[0] / ratio), *grid] if low else [*grid, _rounded(grid[-1] * ratio)]
+        return best
 
     def _train(self, runs: Sequence[Run]) -> None:
         cores: queue.SimpleQueue[set[int] | None] = queue.SimpleQueue()
@@ -117,33 +163,26 @@ class Sweep:
             yield
 
 
+@contextlib.contextmanager
+def _stopped_by_terminate() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C, so that the runs are ended with the comparison."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.6g}")
+
+
 def _shares(jobs: int) -> list[set[int] | None]:
     """The cores of each job; None where the system does not say, or there are too few."""
     if not hasattr(os, "sched_setaffinity"):
         return [None] * jobs
     cores = sorted(os.sched_getaffinity(0))
     return [set(cores[job::jobs]) or None for job in range(jobs)]
-
-
-def tune(sweep: Sweep, methods: Mapping[str, Config], rates: Sequence[float], seed: int) -> dict[str, float]:
-    """The best learning rate of each method on one seed, by validation loss.
-
-    A grid whose best rate is at an edge grows there by the ratio of its first two rates (2 if it has only one), at most
-    `EXTENSIONS` times.
-    """
-    grids = {method: sorted(set(rates)) for method in methods}
-    ratio = grids[next(iter(grids))][1] / min(rates) if len(set(rates)) > 1 else 2.0
-    for extension in range(EXTENSIONS + 1):
-        runs = [make_run(method, methods[method], rate, seed) for method, grid in grids.items() for rate in grid]
-        rows = sweep.complete(runs)
-        best = {}
-        for method in methods:
-            own = (row for row in rows if row.method == method)
-            best[method] = min(own, key=lambda row: row.validation_loss).learning_rate
-        at_edge = [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]
-        if not at_edge or extension == EXTENSIONS:
-            return best
-        for method in at_edge:
-            grid = grids[method]
-            grids[method] = [grid[0] / ratio, *grid] if best[method] == grid[0] else [*grid, grid[-1] * ratio]
-    raise AssertionError("unreachable")

@@ -1,0 +1,51 @@
+"""Trains methods at tuned rates over seeds and compares them: `python scripts/compare.py CONFIG ... --out DIR`.
+
+`python scripts/compare.py report DIR` makes the tables and pictures anew from what DIR holds.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ldm_jax.cli import parse, require_matplotlib, run_script
+from ldm_jax.config_file import read_methods
+from ldm_jax.report.sweep import Sweep
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Trains what is missing, each method at its best learning rate on the first seed; writes tables and pictures."""
+
+    configs: tyro.conf.Positional[tuple[Path, ...]]
+    """TOML files, a method each; one with variants has several. Or: report DIR."""
+    out: Path
+    """Folder of the comparison; it goes on with what it holds."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds; rates are tuned on the first."""
+    learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    """The grid of rates, which grows where the best is at its edge. A single one is taken as it is."""
+    jobs: int = 1
+    """Runs at a time, which share the cores."""
+
+
+def main() -> None:
+    """Parses; trains and reports, or only reports."""
+    require_matplotlib()
+    from ldm_jax.report.comparison import report
+    from ldm_jax.report.finished_runs import stored_methods
+
+    if sys.argv[1:2] == ["report"] and len(sys.argv) == 3:
+        folder = Path(sys.argv[2])
+        report(folder, stored_methods(folder))
+        return
+    arguments = parse(Arguments)
+    methods = read_methods(arguments.configs)
+    sweep = Sweep(arguments.out, Path(__file__).parent / "train.py", arguments.jobs)
+    sweep.tune_and_repeat(methods, arguments.learning_rates, arguments.seeds)
+    report(arguments.out, methods)
+
+
+if __name__ == "__main__":
+    run_script(main)
