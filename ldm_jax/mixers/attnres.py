@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ldm_jax.memory.depth_cache import DepthCache, GrowingCache, StackedCache
 from ldm_jax.mixers.base import MixerState, at_least_float32
@@ -52,17 +52,22 @@ class DepthAttention(nnx.Module):
         """`a`, of every source; 0 where there is none yet."""
         return jax.nn.softmax(self._scores(sources), axis=0)
 
+    def weights_with_partial(
+        self, sources: DepthCache, partial: Float[Array, "*tokens D"], started: Any
+    ) -> Float[Array, "N_and_partial *tokens"]:
+        """`a`, with a partial sum as the last source, whose weight is 0 unless its block has started."""
+        last = jnp.where(started, self.score(partial), -jnp.inf)
+        return jax.nn.softmax(jnp.concatenate([self._scores(sources), last[None]]), axis=0)
+
     def __call__(self, sources: DepthCache) -> Float[Array, "*tokens D"]:
-        """The sum over the sources, float32."""
+        """The sum over the sources, at least float32."""
         return _sum(sources, self.weights(sources))
 
     def with_partial(
         self, sources: DepthCache, partial: Float[Array, "*tokens D"], started: Any
     ) -> Float[Array, "*tokens D"]:
         """The sum over the sources and, if its block has started, a partial sum as one more."""
-        scores = self._scores(sources)
-        last = jnp.where(started, self.score(partial), -jnp.inf)
-        weights = jax.nn.softmax(jnp.concatenate([scores, last[None]]), axis=0)
+        weights = self.weights_with_partial(sources, partial, started)
         return _sum(sources, weights[:-1]) + weights[-1][..., None] * at_least_float32(partial)
 
     def _scores(self, sources: DepthCache) -> Float[Array, "N *tokens"]:
@@ -79,6 +84,10 @@ class AttnResLayer(nnx.Module):
     def __init__(self, width: int, *, dtype: DType):
         self.dtype = jnp.dtype(dtype)
         self.attention = DepthAttention(width)
+
+    def weights(self, state: MixerState) -> Float[Array, "N B T"]:
+        """`a`: what the embedding and every earlier sublayer contribute to a read."""
+        return self.attention.weights(state.memory)
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """`sum_{i<l} a_i v_i`."""
@@ -107,6 +116,10 @@ class AttnResEnds(nnx.Module):
         cache = GrowingCache() if self.sources is None else StackedCache.empty(self.sources, embedding)
         return MixerState((), cache.append(embedding))
 
+    def weights(self, state: MixerState) -> Float[Array, "N B T"]:
+        """`a`, of the last read."""
+        return self.attention.weights(state.memory)
+
     def finish(self, state: MixerState) -> Hidden:
         """The sum over all sources."""
         return self.attention(state.memory).astype(self.dtype)
@@ -120,6 +133,10 @@ class BlockSources(NamedTuple):
     sublayers: Int[Array, ""]
     """Written so far."""
 
+    def started(self, block_size: int) -> Bool[Array, ""]:
+        """Whether the block that the next sublayer is in has an output already."""
+        return self.sublayers % block_size > 0
+
 
 class AttnResBlockLayer(nnx.Module):
     """Reads by attention over the embedding, the sums of finished blocks and, once begun, that of its own block.
@@ -132,11 +149,16 @@ class AttnResBlockLayer(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.attention = DepthAttention(width)
 
+    def weights(self, state: MixerState) -> Float[Array, "N_and_partial B T"]:
+        """`a`: what the embedding, the sums of blocks and the partial sum contribute to a read."""
+        sources = state.memory
+        return self.attention.weights_with_partial(sources.finished, state.stream, sources.started(self.block_size))
+
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """The sum over the sources."""
-        finished, sublayers = state.memory
-        started = sublayers % self.block_size > 0
-        return self.attention.with_partial(finished, state.stream, started).astype(self.dtype), state
+        sources = state.memory
+        x = self.attention.with_partial(sources.finished, state.stream, sources.started(self.block_size))
+        return x.astype(self.dtype), state
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
         """Adds the output to its block's sum, which becomes a source of its own when the block is finished."""
@@ -167,8 +189,13 @@ class AttnResBlockEnds(nnx.Module):
         finished = StackedCache.empty(self.sources, embedding).append(embedding)
         return MixerState(jnp.zeros_like(embedding), BlockSources(finished, jnp.zeros((), jnp.int32)))
 
+    def weights(self, state: MixerState) -> Float[Array, "N_and_partial B T"]:
+        """`a`: what the embedding, the sums of blocks and the partial sum contribute to a read."""
+        sources = state.memory
+        return self.attention.weights_with_partial(sources.finished, state.stream, sources.started(self.block_size))
+
     def finish(self, state: MixerState) -> Hidden:
         """The sum over all sources."""
-        finished, sublayers = state.memory
-        started = sublayers % self.block_size > 0
-        return self.attention.with_partial(finished, state.stream, started).astype(self.dtype)
+        sources = state.memory
+        x = self.attention.with_partial(sources.finished, state.stream, sources.started(self.block_size))
+        return x.astype(self.dtype)

@@ -49,9 +49,16 @@ class Reader(nnx.Module):
 
     def ask(self, context: Float[Array, "*tokens D"]) -> tuple[Float[Array, "*tokens G K"], Float[Array, "*tokens G"]]:
         """The query and the scale, gain times gate, of every group."""
-        latent = self.latent(self.norm(context)).astype(jnp.float32)
+        latent = self._latent(context)
         query = _keys(self.query(latent), self.config.groups, self.config)
         return query, self.gain[...] * jax.nn.sigmoid(self.gate(latent))
+
+    def gates(self, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens G"]:
+        """The read gate of every group."""
+        return jax.nn.sigmoid(self.gate(self._latent(context)))
+
+    def _latent(self, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens R"]:
+        return self.latent(self.norm(context)).astype(jnp.float32)
 
 
 class Writer(nnx.Module):

@@ -37,9 +37,12 @@ class Transformer(nnx.Module):
 
     def hidden(self, tokens: Tokens) -> Hidden:
         """What the head is given: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type."""
+        return self.norm(self.mixer.finish(self._apply_blocks(self.mixer.start(self.embedding(tokens)))))
+
+    def embedding(self, tokens: Tokens) -> Hidden:
+        """What the mixer starts from, `[B, T, D]` in the compute type."""
         # Rows of the embedding have length 1 (a tied head wants that); the stream's numbers start near size 1.
-        embedding = self.embed(tokens) * jnp.asarray(self.config.width**0.5, self.config.dtype)
-        return self.norm(self.mixer.finish(self._apply_blocks(self.mixer.start(embedding))))
+        return self.embed(tokens) * jnp.asarray(self.config.width**0.5, self.config.dtype)
 
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens S"]:
         """The head: scores of the next token, in the compute type."""

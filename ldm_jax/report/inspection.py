@@ -1,0 +1,173 @@
+"""What a trained depth mixer does: who is read by whom, what is forgotten, how exact the memory is."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from ldm_jax.config import Config
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
+from ldm_jax.memory import Observation
+from ldm_jax.mixers import Form, MixerConfig, MixerKind, MixerState, Write
+from ldm_jax.mixers.ldm import LDMEnds
+from ldm_jax.mixers.memory_form import Dual, DualState
+from ldm_jax.mixers.reader_writer import Reader
+from ldm_jax.nn import Params, Transformer, model_graph
+from ldm_jax.nn.block import Sublayer
+from ldm_jax.typing import Tokens
+
+Figures = dict[str, np.ndarray]
+"""By name, means over tokens. Readers: every sublayer and the end; sources: the embedding and every sublayer.
+
+    contribution [readers, sources, G]            weight of a source in a read, gate and gain included; signed
+    absolute_contribution [readers, sources, G]   the same without its sign
+    gate [readers, G]; gain [readers, G]          of a read
+    importance [sources, G]
+    forgetting [sources, G]                       of a write; that of the embedding is 1
+    log10_condition [readers, G]                  of P when it is read; mean of the logarithm
+    residual [sources, G]                         |v - M k| / |v| in the final memory; root of the mean square
+    stream_rms [readers]                          of the stream that is read with
+
+For AttnRes only contribution and absolute_contribution, with G = 1; in blocks the sources are the embedding, the sums
+of blocks and the partial sum.
+"""
+
+
+def reader_names(config: Config) -> list[str]:
+    """The sublayers, and the end."""
+    return [f"{name} {block + 1}" for block in range(config.model.depth) for name in ("attention", "MLP")] + ["end"]
+
+
+def source_names(config: Config) -> list[str]:
+    """The embedding, then the sublayers, or the blocks of AttnRes and the partial sum."""
+    if config.mixer.kind is MixerKind.ATTNRES_BLOCK:
+        blocks = -(-config.model.sublayers // config.mixer.attnres_block.block_size)
+        return ["embedding", *(f"block {index + 1}" for index in range(blocks)), "partial sum"]
+    written = config.mixer.kind is not MixerKind.LDM or config.mixer.ldm.write_embedding
+    return (["embedding"] if written else []) + reader_names(config)[:-1]
+
+
+def inspect(config: Config, params: Params, windows: Int[np.ndarray, "windows T_and_next"], batch_size: int) -> Figures:
+    """The figures of a trained model over the tokens of windows.
+
+    Raises:
+        UserError: a mixer that has no weights.
+    """
+    mixer = _unrolled_mixer(config.mixer)
+    graph = model_graph(dataclasses.replace(config.model, scan=False), mixer)
+    figures = jax.jit(lambda params, tokens: _figures(nnx.merge(graph, params), tokens))
+    parts = [
+        figures(params, jnp.asarray(windows[start : start + batch_size, :-1]))
+        for start in range(0, len(windows) - len(windows) % min(batch_size, len(windows)), batch_size)
+    ]
+    means = {name: np.mean([np.asarray(part[name]) for part in parts], axis=0) for name in parts[0]}
+    if "residual" in means:
+        means["residual"] = np.sqrt(means["residual"])
+    return means
+
+
+def _unrolled_mixer(config: MixerConfig) -> MixerConfig:
+    if config.kind is MixerKind.LDM and config.ldm.write is not Write.DELTA:
+        return dataclasses.replace(config, ldm=dataclasses.replace(config.ldm, form=Form.DUAL))
+    if config.kind in (MixerKind.ATTNRES, MixerKind.ATTNRES_BLOCK):
+        return config
+    what = f"the write {config.ldm.write}" if config.kind is MixerKind.LDM else f"the mixer {config.kind}"
+    raise UserError(
+        f"{what} has no weights of earlier layers to show: give a run of ldm (write rls, sqrt_rls or additive), of "
+        "attnres or of attnres_block."
+    )
+
+
+def _figures(model: Transformer, tokens: Tokens) -> Mapping[str, Array]:
+    state, rows = model.mixer.start(model.embedding(tokens)), []
+    for sublayer in _sublayers(model):
+        rows.append(_reading(sublayer.mixer, state))
+        x, state = sublayer.mixer.read(state)
+        state, _ = sublayer.mixer.write(state, sublayer.function(sublayer.norm(x)))
+    rows.append(_reading(model.mixer, state))
+    figures = {name: _stacked([row[name] for row in rows]) for name in rows[0]}
+    ends = model.mixer
+    if isinstance(ends, LDMEnds):
+        figures |= _of_observations(ends.config.write, model.config.width, state.memory)
+    return figures
+
+
+def _sublayers(model: Transformer) -> Iterator[Sublayer]:
+    for index in range(model.config.depth):
+        block = jax.tree.map(lambda leaf, index=index: leaf[index], model.blocks)
+        yield from (block.attention, block.mlp)
+
+
+def _stacked(rows: Sequence[Array]) -> Array:
+    """One array; rows of fewer sources than the last are filled up with zeros."""
+    longest = rows[-1].shape
+    if rows[0].shape == longest:
+        return jnp.stack(rows)
+    return jnp.stack([jnp.pad(row, [(0, a - b) for a, b in zip(longest, row.shape, strict=True)]) for row in rows])
+
+
+def _reading(mixer: Any, state: MixerState) -> dict[str, Array]:
+    """The figures of one read, by a sublayer's mixer or by the ends."""
+    if not isinstance(state.memory, DualState):
+        weights = _over_tokens(mixer.weights(state), axis=1)[:, None]
+        return {"contribution": weights, "absolute_contribution": weights}
+    reader: Reader = mixer.reader if isinstance(mixer, LDMEnds) else mixer.memory.reader
+    query, scale = reader.ask(state.stream)
+    form = Dual(reader.config.write)
+    weights = scale * jnp.asarray(form.weights(state.memory, query))
+    condition = jnp.linalg.cond(state.memory.covariance.inverse_covariance)
+    if reader.config.write is Write.SQRT_RLS:
+        condition = condition**2  # of P = S S'
+    stream = state.stream.astype(jnp.float32)
+    return {
+        "contribution": _over_tokens(weights, axis=1),
+        "absolute_contribution": _over_tokens(jnp.abs(weights), axis=1),
+        "gate": _over_tokens(reader.gates(state.stream), axis=0),
+        "gain": reader.gain[...],
+        "log10_condition": _over_tokens(jnp.log10(condition), axis=0),
+        "stream_rms": jnp.sqrt(jnp.mean(stream**2)),
+    }
+
+
+def _over_tokens(x: Array, axis: int) -> Array:
+    return jnp.mean(x, axis=(axis, axis + 1))
+
+
+def _of_observations(write: Write, width: int, memory: DualState) -> dict[str, Array]:
+    """Of everything written: importance, forgetting, and what is left of the error in the final memory, squared."""
+    form, entries = Dual(write), memory.observations.entries
+    value_dim = width // entries[0].importance.shape[-1]
+
+    def residual(entry: Observation) -> Array:
+        error = entry.value - form.read(memory, entry.key, value_dim)
+        return _over_tokens(jnp.sum(error**2, axis=-1) / jnp.sum(entry.value**2, axis=-1), axis=0)
+
+    return {
+        "importance": jnp.stack([_over_tokens(entry.importance, axis=0) for entry in entries]),
+        "forgetting": jnp.stack([entry.forgetting for entry in entries]),
+        "residual": jnp.stack([residual(entry) for entry in entries]),
+    }
+
+
+def write_figures(config: Config, figures: Figures, folder: Path) -> Path:
+    """Writes `inspection.json`: the names of readers and sources, and the figures as nested lists; returns its path.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    file = folder / "inspection.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {"readers": reader_names(config), "sources": source_names(config)}
+        write_atomically(file, json.dumps(names | {name: x.tolist() for name, x in figures.items()}) + "\n")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}.") from error
+    return file

@@ -1,0 +1,121 @@
+"""Pictures of what a depth mixer does. Readable in black and white."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ldm_jax.config import Config
+from ldm_jax.errors import UserError
+from ldm_jax.report.curves import LINES
+from ldm_jax.report.inspection import Figures, reader_names, source_names
+
+
+class Names(NamedTuple):
+    """Of what is drawn."""
+
+    readers: list[str]
+    sources: list[str]
+
+
+def plot_inspection(config: Config, figures: Figures, folder: Path, title: str) -> list[Path]:
+    """Writes `contributions.png` and, of a depth memory, `contributions_by_group.png` and `memory.png`.
+
+    Raises:
+        UserError: a picture cannot be written.
+    """
+    matplotlib.use("agg")
+    names = Names(reader_names(config), source_names(config))
+    drawn = [_save(_contributions(names, figures, title), folder / "contributions.png")]
+    if "residual" in figures:
+        drawn.append(_save(_by_group(names, figures, title), folder / "contributions_by_group.png"))
+        drawn.append(_save(_memory(names, figures, title), folder / "memory.png"))
+    return drawn
+
+
+def _contributions(names: Names, figures: Figures, title: str) -> Figure:
+    signed, absolute = (figures[name].mean(axis=-1) for name in ("contribution", "absolute_contribution"))
+    negative = bool((signed < 0).any())
+    figure = Figure(figsize=(15 if negative else 8.5, 7), layout="constrained")
+    panels = figure.subplots(1, 2 if negative else 1, squeeze=False)[0]
+    _heat_map(panels[0], names, absolute, "mean absolute weight" if negative else "mean weight")
+    if negative:
+        _heat_map(panels[1], names, signed, "mean weight; - marks negative ones")
+    figure.suptitle(f"What every earlier output contributes to every read\n{title}")
+    return figure
+
+
+def _by_group(names: Names, figures: Figures, title: str) -> Figure:
+    absolute = figures["absolute_contribution"]
+    groups = absolute.shape[-1]
+    columns = min(groups, 4)
+    rows = -(-groups // columns)
+    figure = Figure(figsize=(5 * columns, 5 * rows), layout="constrained")
+    for group, panel in enumerate(figure.subplots(rows, columns, squeeze=False).ravel()):
+        if group < groups:
+            _heat_map(panel, names, absolute[..., group], f"group {group}: mean absolute weight", size=5)
+        else:
+            panel.set_axis_off()
+    figure.suptitle(f"What every earlier output contributes to every read, by group\n{title}")
+    return figure
+
+
+def _heat_map(axes: Axes, names: Names, weights: np.ndarray, title: str, size: int = 7) -> None:
+    image = axes.imshow(np.abs(weights), cmap="Greys", vmin=0)
+    for reader, source in np.argwhere(weights < 0):
+        shade = "white" if abs(weights[reader, source]) > np.abs(weights).max() / 2 else "black"
+        axes.text(source, reader, "-", ha="center", va="center", color=shade, fontsize=size)
+    axes.set_yticks(range(len(names.readers)), names.readers, fontsize=size)
+    axes.set_xticks(range(len(names.sources)), names.sources, fontsize=size, rotation=90)
+    axes.set_ylabel("reader")
+    axes.set_xlabel("source")
+    axes.set_title(title)
+    axes.figure.colorbar(
+        image, ax=axes, shrink=0.7, label="weight, without its sign" if (weights < 0).any() else "weight"
+    )
+
+
+READ = {"gain": "read gain", "gate": "read gate, mean over tokens", "log10_condition": "log10 of P's condition number"}
+WRITTEN = {
+    "importance": "importance of a write, mean over tokens",
+    "forgetting": "forgetting of a write",
+    "residual": "|v - M k| / |v| in the final memory, root mean square",
+}
+
+
+def _memory(names: Names, figures: Figures, title: str) -> Figure:
+    figure = Figure(figsize=(16, 11), layout="constrained")
+    panels = figure.subplots(3, 3)
+    for column, (name, label) in zip(panels.T, READ.items(), strict=True):
+        _by_depth(column[0], figures[name], names.readers, label, "read by")
+    for column, (name, label) in zip(panels.T, WRITTEN.items(), strict=True):
+        _by_depth(column[1], figures[name], names.sources, label, "written by")
+    stream = figures["stream_rms"][:, None]
+    _by_depth(panels[2, 0], stream, names.readers, "root mean square of the stream", "read by")
+    for axes in panels[2, 1:]:
+        axes.set_axis_off()
+    panels[0, 0].legend()
+    figure.suptitle(f"The depth memory by depth\n{title}")
+    return figure
+
+
+def _by_depth(axes: Axes, values: np.ndarray, places: Sequence[str], label: str, who: str) -> None:
+    for group, line in enumerate(values.T):
+        style = LINES[group % len(LINES)] + "os^vDPX*"[group % 8]
+        axes.plot(line, style, markersize=4, label=f"group {group}")
+    axes.set_xticks(range(len(places)), places, rotation=90, fontsize=7)
+    axes.set_xlabel(who)
+    axes.set_title(label, fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def _save(figure: Figure, file: Path) -> Path:
+    try:
+        figure.savefig(file, dpi=110)
+    except OSError as error:
+        raise UserError(f"the picture {file} cannot be written: {error}.") from error
+    return file
