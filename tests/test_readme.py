@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ldm_jax import config
-from ldm_jax.mixers import DepthMemory, LDMConfig, init_memory
+from ldm_jax.mixers import DepthMemory, LDMConfig, MixerKind, init_memory
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -52,7 +52,8 @@ def test_the_three_lines_of_the_flax_snippet():
 
 
 def test_the_table_of_options_is_the_config():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", TEXT.split("## Options of `ldm`")[1], re.MULTILINE))
+    section = TEXT.split("## Options of `ldm`")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", section, re.MULTILINE))
     defaults = {name: str(getattr(LDMConfig(), name)).lower() for name in LDMConfig.__dataclass_fields__}
     defaults["forgetting_floor"] = "1e-3 ** (1 / sublayers)"
     assert rows.keys() == defaults.keys()
@@ -65,3 +66,8 @@ def test_commands_name_what_exists():
         assert (ROOT / name).exists(), name
     for section, field in re.findall(r"--(model|data|train)\.(\w+)", TEXT):
         assert hasattr(getattr(config.Config(), section), field)
+
+
+def test_the_table_of_mixers_is_the_registry():
+    section = TEXT.split("## The rivals")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(MixerKind)

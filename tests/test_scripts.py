@@ -77,8 +77,8 @@ def test_sample_goes_on_from_the_prompt(home):
 def test_help_shows_every_field():
     result = script("train", "--help")
     assert result.returncode == 0
-    for words in ("--model.depth INT", "--mixer.kind {preln,ldm}", "--mixer.ldm.forgetting-floor", "--train.log-every",
-                  "{block,dots}", "Blocks; each has two sublayers", "(default: 6)"):  # fmt: skip
+    for words in ("--model.depth INT", "--mixer.kind {preln,ldm,attnres", "--mixer.ldm.forgetting-floor",
+                  "--train.log-every", "{block,dots}", "Blocks; each has two sublayers", "(default: 6)"):  # fmt: skip
         assert words in result.stdout, words
 
 

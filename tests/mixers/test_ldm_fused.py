@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -17,11 +18,14 @@ from ldm_jax.mixers import (
     Form,
     LDMConfig,
     MixerConfig,
+    Place,
     ReadInto,
     Write,
     check_mixer,
     init_memory,
     ldm_fused,
+    make_ends,
+    make_layer,
 )
 from ldm_jax.nn import init_params, model_graph
 
@@ -38,6 +42,12 @@ def loss_and_grads(config, kind):
     return jax.jit(jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(TOKENS, TOKENS)))(params)
 
 
+def use_the_kernels(monkeypatch):
+    for name in ("write_read", "undo_write"):
+        interpreted = functools.partial(getattr(ldm_fused, name), interpret=True)
+        monkeypatch.setattr(ldm_fused, name, interpreted)
+
+
 def slow(*arguments):
     return pytest.param(*arguments, marks=pytest.mark.slow)
 
@@ -45,7 +55,7 @@ def slow(*arguments):
 @pytest.mark.parametrize(
     ("backward", "options", "change", "interpret"),
     [
-        ("undone", {}, {}, True),
+        slow("undone", {}, {}, True),
         slow("undone", {}, {}, False),
         slow("recomputed", {"read_into": ReadInto.STREAM, "write_embedding": False}, {}, False),
         slow("undone", {"write": Write.SQRT_RLS}, {"scan": False}, False),
@@ -53,9 +63,7 @@ def slow(*arguments):
 )
 def test_equals_the_recurrent_form(monkeypatch, backward, options, change, interpret):
     if interpret:
-        for name in ("write_read", "undo_write"):
-            interpreted = functools.partial(getattr(ldm_fused, name), interpret=True)
-            monkeypatch.setattr(ldm_fused, name, interpreted)
+        use_the_kernels(monkeypatch)
     config = dataclasses.replace(MODEL, **change)
     expected = loss_and_grads(config, mixer(Form.RECURRENT, **options))
     actual = loss_and_grads(config, mixer(Form.FUSED, Backward(backward), **options))
@@ -63,6 +71,35 @@ def test_equals_the_recurrent_form(monkeypatch, backward, options, change, inter
     # Only the order of float32 sums differs.
     difference = jax.tree.map(jnp.subtract, actual[1], expected[1])
     assert optax.tree.norm(difference) < 1e-5 * optax.tree.norm(expected[1])
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_a_chain_of_sublayers_equals_the_recurrent_form(monkeypatch, rng, interpret):
+    if interpret:
+        use_the_kernels(monkeypatch)
+    embedding = jnp.asarray(rng.normal(size=(1, 3, 128)), jnp.float32)
+
+    def run(form, embedding, undo=False):
+        config, options = mixer(form), {"dtype": jnp.float32}
+        ends = make_ends(config, 128, 4, scanned=True, rngs=nnx.Rngs(9), **options)
+        layers = [make_layer(config, 128, 4, Place(0, False), rngs=nnx.Rngs(index), **options) for index in range(4)]
+        state = first = ends.start(embedding)
+        kept = []
+        for layer in layers:
+            x, state = layer.read(state)
+            state, part = layer.write(state, jnp.tanh(x))
+            kept.append(part)
+        memory = state.memory
+        for layer, part in zip(reversed(layers), reversed(kept) if undo else (), strict=undo):
+            memory = layer.undo(memory, part)
+        return ends.finish(state), first.memory, memory
+
+    results = {form: run(form, embedding, undo=True) for form in (Form.RECURRENT, Form.FUSED)}
+    np.testing.assert_allclose(results[Form.FUSED][0], results[Form.RECURRENT][0], atol=1e-5)
+    for before, undone in zip(*map(jax.tree.leaves, results[Form.FUSED][1:]), strict=True):
+        np.testing.assert_allclose(undone, before, atol=1e-4)
+    grads = [jax.grad(lambda x, form=form: jnp.sum(jnp.sin(run(form, x)[0])))(embedding) for form in results]
+    np.testing.assert_allclose(grads[1], grads[0], atol=1e-4 * float(jnp.abs(grads[0]).max()))
 
 
 def test_state_is_float32_whatever_the_compute_type():

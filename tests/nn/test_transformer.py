@@ -49,11 +49,11 @@ def assert_same(a, b, rtol):
     [
         ("ldm", {}, "stored", {"scan": False}),
         ("ldm", {}, "recomputed", {}),
-        ("ldm", {}, "recomputed", {"remat": Remat.DOTS}),
         ("ldm", {}, "undone", {}),
-        ("ldm", {}, "undone", {"scan": False}),
         ("ldm", {"form": Form.DUAL}, "undone", {}),
-        ("ldm", {"form": Form.DUAL}, "undone", {"scan": False}),
+        pytest.param("ldm", {}, "recomputed", {"remat": Remat.DOTS}, marks=pytest.mark.slow),
+        pytest.param("ldm", {}, "undone", {"scan": False}, marks=pytest.mark.slow),
+        pytest.param("ldm", {"form": Form.DUAL}, "undone", {"scan": False}, marks=pytest.mark.slow),
         pytest.param("ldm-other", {}, "recomputed", {"scan": False}, marks=pytest.mark.slow),
         pytest.param("ldm-sqrt", {}, "undone", {}, marks=pytest.mark.slow),
     ],
@@ -74,6 +74,7 @@ def test_same_numbers_another_way(name, options, backward, change):
     assert_same(actual, expected, leaf)
 
 
+@pytest.mark.slow
 def test_what_the_backward_pass_has_costs_memory():
     def temporary_bytes(backward, remat=Remat.BLOCK):
         kind = by(mixer(key_dim=8), backward)
@@ -101,22 +102,22 @@ def test_only_what_can_be_undone_is():
     by(mixer("preln", write=Write.DELTA), "undone")
 
 
-def test_dual_weights_are_what_every_layer_contributes():
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_dual_weights_are_what_every_layer_contributes(scan):
     # After a last sublayer: the readout is the sum over all observations of weight times value.
     kind = mixer(form=Form.DUAL)
     params = moved_params(MODEL, kind)
-    for scan in (True, False):
-        config = dataclasses.replace(MODEL, scan=scan)
-        probe = model(config, kind, params)
-        state = probe._apply_blocks(probe.mixer.start(probe.embed(tokens())))
-        block = jax.tree.map(lambda x: x[0], probe.blocks)
-        layer = block.attention.mixer.memory
-        weights = layer.weights(state.memory, state.stream)
-        assert weights.shape == (MODEL.sublayers + 1, *tokens().shape, LDM.groups)
-        entries = state.memory.observations.entries
-        values = entries.value if scan else jnp.stack([entry.value for entry in entries])
-        total = jnp.sum(weights[..., None] * values, axis=0).reshape(state.stream.shape)
-        np.testing.assert_allclose(layer.read(state.memory, state.stream), total, atol=1e-5)
+    config = dataclasses.replace(MODEL, scan=scan)
+    probe = model(config, kind, params)
+    state = probe._apply_blocks(probe.mixer.start(probe.embed(tokens())))
+    block = jax.tree.map(lambda x: x[0], probe.blocks)
+    layer = block.attention.mixer.memory
+    weights = layer.weights(state.memory, state.stream)
+    assert weights.shape == (MODEL.sublayers + 1, *tokens().shape, LDM.groups)
+    entries = state.memory.observations.entries
+    values = entries.value if scan else jnp.stack([entry.value for entry in entries])
+    total = jnp.sum(weights[..., None] * values, axis=0).reshape(state.stream.shape)
+    np.testing.assert_allclose(layer.read(state.memory, state.stream), total, atol=1e-5)
 
 
 def test_forward_mode_names_the_way_that_has_it():
