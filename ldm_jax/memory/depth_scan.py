@@ -113,10 +113,9 @@ def _unstacked(layers: Any) -> list[Any]:
 def _scan_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     """`undone` over a `jax.lax.scan`: its backward pass is a scan, too, and is compiled once."""
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-    kept = jax.eval_shape(step, layer, state)[1]
-    run_step, step_arrays = _explicit(step, layer, state)
-    _check_undo(undo, state, layer, state, kept)
-    run_undo, undo_arrays = _explicit(undo, layer, state, kept)
+    run_step, step_arrays, (_, kept) = _explicit(step, layer, state)
+    run_undo, undo_arrays, before = _explicit(undo, layer, state, kept)
+    _check_undone(before, state)
 
     @jax.custom_vjp
     def run(arrays: Any, layers: Any, state: Any) -> Any:
@@ -152,10 +151,12 @@ def _loop_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     each = _unstacked(layers)
     steps, undos, shapes = [], [], state
     for layer in each:
-        before, (shapes, kept) = shapes, jax.eval_shape(step, layer, shapes)
-        steps.append(_explicit(step, layer, before))
-        _check_undo(undo, before, layer, shapes, kept)
-        undos.append(_explicit(undo, layer, shapes, kept))
+        before = shapes
+        run_step, arrays, (shapes, kept) = _explicit(step, layer, before)
+        steps.append((run_step, arrays))
+        run_undo, arrays, undone = _explicit(undo, layer, shapes, kept)
+        undos.append((run_undo, arrays))
+        _check_undone(undone, before)
 
     @jax.custom_vjp
     def run(arrays: Any, layers: Any, state: Any) -> Any:
@@ -186,16 +187,16 @@ def _loop_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     return run([(a, b) for (_, a), (_, b) in zip(steps, undos, strict=True)], each, state)
 
 
-def _check_undo(undo: Undo, before: Any, *arguments: Any) -> None:
+def _check_undone(undone: Any, before: Any) -> None:
     """Raises ValueError unless `undo` returns what the step was given, in structure, shapes and types."""
     of = lambda tree: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)  # noqa: E731
-    found, expected = of(jax.eval_shape(undo, *arguments)), of(before)
+    found, expected = of(undone), of(before)
     if found != expected:
         raise ValueError(f"undo returns {found}, but the state before the step is {expected}: it must return the same.")
 
 
-def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """The function with the arrays that it closes over as a first argument, and those arrays.
+def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any], Any]:
+    """The function with the arrays that it closes over as a first argument; those arrays; the shapes of its result.
 
     A custom derivative knows nothing of what a function closes over: masks, positions, parameters of elsewhere.
     """
@@ -205,7 +206,7 @@ def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..
     def explicit(arrays: list[Any], *args: Any) -> Any:
         return jax.tree.unflatten(tree, jaxpr_as_fun(jaxpr.replace(consts=arrays))(*jax.tree.leaves(args)))
 
-    return explicit, list(jaxpr.consts)
+    return explicit, list(jaxpr.consts), shapes
 
 
 def _pull_step(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ldm_jax.options import check_option_types
 
 FUSED_WIDTH = 128  # of a TPU's registers
-FUSED_SIZE = 8192  # K V of a group: 64 MiB of on-chip memory
+FUSED_SIZE = 8192  # K V of a group, which takes 64 MiB of on-chip memory; a v4 chip has room for 2048
 
 
 class Write(enum.StrEnum):

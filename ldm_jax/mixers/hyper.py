@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.mixers.streams import StreamsLayer
 from ldm_jax.options import check_option_types
 from ldm_jax.typing import Hidden, Streams
 
@@ -32,7 +33,7 @@ class HyperConfig:
             raise ValueError(f"streams is {self.streams}, but it must be at least 1.")
 
 
-class HyperLayer(nnx.Module):
+class HyperLayer(StreamsLayer):
     """`h = A_m' H;  H <- B f(h)' + A_r' H` for streams `H` `[E, D]`.
 
     Dynamic, with `X` the layer norm of every stream: `B = s_b tanh(X W_b) + b`, `A_m = s_a tanh(X W_m) + a_m`,
@@ -61,16 +62,6 @@ class HyperLayer(nnx.Module):
         carried = jnp.einsum("...ij,...id->...jd", carry, exact)
         return x.astype(streams.dtype), MixerState(carried, write_to)
 
-    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
-        """`B f(h)' + A_r' H`."""
-        streams = state.stream + state.memory[..., None] * at_least_float32(output[..., None, :])
-        return MixerState(streams.astype(output.dtype)), None
-
-    def undo(self, memory: tuple[()], kept: None) -> tuple[()]:
-        """There is no memory: the streams are saved."""
-        del kept
-        return memory
-
 
 class DynamicCoefficients(nnx.Module):
     """What a token adds to the coefficients: `s tanh(LayerNorm(H) W)`."""
@@ -91,18 +82,3 @@ class DynamicCoefficients(nnx.Module):
             self.carry_scale[...] * jnp.tanh(x @ self.read_from[...]),
             self.carry_scale[...] * jnp.tanh(x @ self.carry[...]),
         )
-
-
-class StreamsEnds(nnx.Module):
-    """The streams start as copies of the embedding and are summed at the end."""
-
-    def __init__(self, streams: int):
-        self.streams = streams
-
-    def start(self, embedding: Hidden) -> MixerState:
-        """Copies of the embedding."""
-        return MixerState(jnp.repeat(embedding[..., None, :], self.streams, axis=-2))
-
-    def finish(self, state: MixerState) -> Hidden:
-        """The sum of the streams."""
-        return jnp.sum(at_least_float32(state.stream), axis=-2).astype(state.stream.dtype)

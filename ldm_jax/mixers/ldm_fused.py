@@ -38,12 +38,18 @@ class FusedState(NamedTuple):
     pending: Pending
 
 
-class FusedKept(NamedTuple):
-    """What undoing a sublayer needs: of the write that was done when it read, and of its own observation."""
+class Written(NamedTuple):
+    """A write that has been done: what undoing it needs."""
 
     key: Float[Array, "*tokens G K"]
     gain: Float[Array, "*tokens G K"]
     error: Float[Array, "*tokens D"]
+
+
+class FusedKept(NamedTuple):
+    """What undoing a sublayer needs: of the write that was done when it read, and of its own observation in P."""
+
+    written: Written
     covariance: Kept | None
 
 
@@ -52,8 +58,7 @@ class ReadState(NamedTuple):
 
     memory: Float[Array, "K *tokens D"]
     covariance: MemoryState
-    written: FusedKept
-    """Of the write just done; of this sublayer's observation there is nothing yet."""
+    written: Written
 
 
 class FusedLDMLayer(nnx.Module):
@@ -74,16 +79,16 @@ class FusedLDMLayer(nnx.Module):
         memory, covariance, written = state.memory
         observation = self.memory.writer(output, self.memory.forgetting())
         covariance, pending, kept = _observe(self.memory.config, covariance, observation)
-        return MixerState(state.stream + output, FusedState(memory, covariance, pending)), written._replace(
-            covariance=kept
-        )
+        after = MixerState(state.stream + output, FusedState(memory, covariance, pending))
+        return after, FusedKept(written, kept)
 
     def undo(self, memory: FusedState, kept: FusedKept) -> FusedState:
         """The memory before the read, from that after the write."""
         form = Recurrent(self.memory.config.write)
         covariance = form.undo(memory.covariance, kept.covariance, self.memory.forgetting())
-        before, value = undo_write(memory.memory, kept.key, kept.gain, kept.error)
-        pending = Pending(kept.key, kept.gain, value.astype(memory.pending.value.dtype))
+        key, gain, error = kept.written
+        before, value = undo_write(memory.memory, key, gain, error)
+        pending = Pending(key, gain, value.astype(memory.pending.value.dtype))
         return FusedState(before, covariance, pending)
 
 
@@ -113,7 +118,7 @@ def _write_read(reader: Reader, state: MixerState) -> tuple[Hidden, ReadState]:
     memory, covariance, (key, gain, value) = state.memory
     query, scale = reader.ask(state.stream)
     memory, error, readout = write_read(memory, key, gain, value, scale[..., None] * query)
-    return readout, ReadState(memory, covariance, FusedKept(key, gain, error, None))
+    return readout, ReadState(memory, covariance, Written(key, gain, error))
 
 
 def _observe(

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ldm_jax.mixers.base import MixerState, at_least_float32
+from ldm_jax.mixers.streams import StreamsLayer
 from ldm_jax.options import check_option_types
 from ldm_jax.typing import Hidden
 
@@ -40,7 +41,7 @@ class MHCConfig:
             )
 
 
-class MHCLayer(nnx.Module):
+class MHCLayer(StreamsLayer):
     """`x <- H_res x + H_post' f(H_pre x)` for streams `x` `[E, D]`.
 
     With `x'` the RMSNorm, without a gain, over all `E D` numbers: `pre~ = a_pre x' phi_pre + b_pre`, likewise post and
@@ -68,16 +69,6 @@ class MHCLayer(nnx.Module):
         x = jnp.einsum("...e,...ed->...d", pre, exact)
         mixed = jnp.einsum("...ij,...jd->...id", mix, exact)
         return x.astype(streams.dtype), MixerState(mixed, post)
-
-    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
-        """`H_res x + H_post' f`."""
-        streams = state.stream + state.memory[..., None] * at_least_float32(output[..., None, :])
-        return MixerState(streams.astype(output.dtype)), None
-
-    def undo(self, memory: tuple[()], kept: None) -> tuple[()]:
-        """There is no memory: the streams are saved."""
-        del kept
-        return memory
 
     def coefficients(
         self, streams: Float[Array, "B T E D"]

@@ -12,11 +12,12 @@ from ldm_jax.mixers.attnres import AttnResBlockConfig, AttnResBlockEnds, AttnRes
 from ldm_jax.mixers.base import MixerEnds, MixerLayer
 from ldm_jax.mixers.dense import DenseFormerConfig, DenseFormerEnds, DenseFormerLayer
 from ldm_jax.mixers.depth_memory_config import Form, check_width
-from ldm_jax.mixers.hyper import HyperConfig, HyperLayer, StreamsEnds
+from ldm_jax.mixers.hyper import HyperConfig, HyperLayer
 from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, LDMLayer
 from ldm_jax.mixers.ldm_fused import FusedLDMEnds, FusedLDMLayer
 from ldm_jax.mixers.mhc import MHCConfig, MHCLayer
 from ldm_jax.mixers.preln import PreLNEnds, PreLNLayer
+from ldm_jax.mixers.streams import StreamsEnds
 from ldm_jax.options import check_option_types
 from ldm_jax.typing import DType
 

@@ -44,9 +44,9 @@ def count_parameters(params: Any) -> dict[str, int]:
     Args:
         params: the model's parameters as nested dictionaries.
     """
-    counts = {"embedding": 0, "blocks": 0, "memory": 0}
+    counts = {"embedding": 0, "blocks": 0, "mixer": 0}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [part.key for part in path]
-        part = "memory" if "mixer" in names else "embedding" if names[0] in ("embed", "head") else "blocks"
+        part = "mixer" if "mixer" in names else "embedding" if names[0] in ("embed", "head") else "blocks"
         counts[part] += leaf.size
     return counts

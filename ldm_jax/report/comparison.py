@@ -116,26 +116,17 @@ def markdown(rows: Sequence[Result]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        costs = row.costs
-        sizes = "| | "
-        if costs is not None:
-            sizes = (
-                f"{costs.parameters:,} ({costs.mixer_parameters:,}) | {costs.flops_per_token / 1e3:,.0f} | "
-                f"{costs.temporary_bytes / 2**20:,.0f}"
-            )
-        ratio = "" if row.step_over_baseline is None else f"{row.step_over_baseline:.2f}"
-        difference = (
-            "" if row.difference is None or row.method == BASELINE else _with_interval(row.difference, sign="+")
-        )
-        cells = (
-            row.method,
-            sizes,
-            ratio,
-            f"{row.learning_rate:g}",
-            str(len(row.runs)),
-            _with_interval(row.loss),
-            difference,
-        )
+        sizes, ratio, difference = "| | ", "", ""
+        if row.costs is not None:
+            costs = row.costs
+            parameters = f"{costs.parameters:,} ({costs.mixer_parameters:,})"
+            sizes = f"{parameters} | {costs.flops_per_token / 1e3:,.0f} | {costs.temporary_bytes / 2**20:,.0f}"
+        if row.step_over_baseline is not None:
+            ratio = f"{row.step_over_baseline:.2f}"
+        if row.difference is not None and row.method != BASELINE:
+            difference = _with_interval(row.difference, sign="+") + (", covers 0" if row.difference.covers_zero else "")
+        rate, seeds = f"{row.learning_rate:g}", str(len(row.runs))
+        cells = row.method, sizes, ratio, rate, seeds, _with_interval(row.loss), difference
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -32,7 +32,9 @@ def plot_comparison(rows: Sequence[Result], folder: Path) -> list[Path]:
 
 def _draw(file: Path, fill: Callable[[Axes, Sequence[Result]], None], rows: Sequence[Result]) -> Path:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    fill(figure.subplots(), rows)
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    fill(axes, rows)
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:
@@ -47,10 +49,8 @@ def _curves(axes: Axes, rows: Sequence[Result]) -> None:
         style = MARKERS[index % len(MARKERS)] + LINES[index % len(LINES)]
         axes.plot(steps, losses.mean(axis=0), style, color=f"C{index}", label=row.method, markersize=4)
         axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=f"C{index}", alpha=0.15, linewidth=0)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("validation loss (nats a token)")
+    axes.set(xlabel="training step", ylabel="validation loss (nats a token)")
     axes.set_title("Validation loss: mean over seeds, and the band from least to most")
-    axes.grid(alpha=0.3)
     axes.legend()
 
 
@@ -64,7 +64,6 @@ def _against_compute(axes: Axes, rows: Sequence[Result]) -> None:
     axes.set_xlabel("flops of a training step (millions a token, without the optimiser)")
     axes.set_ylabel("final validation loss (nats a token)")
     axes.set_title("Loss against compute at the same tokens; 95 % Student intervals over seeds")
-    axes.grid(alpha=0.3)
     axes.legend()
 
 
@@ -81,4 +80,3 @@ def _bars(axes: Axes, rows: Sequence[Result]) -> None:
     axes.set_xlim(means.min() - margin, means.max() + margin)
     axes.set_xlabel("final validation loss (nats a token); the axis does not start at 0")
     axes.set_title("Final losses: mean, 95 % Student interval, and every seed")
-    axes.grid(alpha=0.3, axis="x")

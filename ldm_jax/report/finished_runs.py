@@ -152,10 +152,13 @@ def _parse(row: dict[str, str]) -> FinishedRun:
 
 
 def store_methods(folder: Path, methods: Mapping[str, Config]) -> None:
-    """Keeps the configs with the comparison, so that it can be reported again."""
-    (folder / "methods").mkdir(parents=True, exist_ok=True)
-    for method, config in methods.items():
-        write_atomically(folder / "methods" / f"{method}.toml", config_to_toml(config))
+    """Keeps the configs with the comparison, so that it can be reported again. Raises UserError if it can't."""
+    try:
+        (folder / "methods").mkdir(parents=True, exist_ok=True)
+        for method, config in methods.items():
+            write_atomically(folder / "methods" / f"{method}.toml", config_to_toml(config))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
 
 
 def stored_methods(folder: Path) -> dict[str, Config]:

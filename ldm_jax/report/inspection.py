@@ -41,6 +41,10 @@ of blocks and the partial sum.
 """
 
 
+SQUARED = ("residual", "stream_rms")
+"""Of these the square is averaged over tokens, and the root taken last."""
+
+
 def reader_names(config: Config) -> list[str]:
     """The sublayers, and the end."""
     return [f"{name} {block + 1}" for block in range(config.model.depth) for name in ("attention", "MLP")] + ["end"]
@@ -64,14 +68,11 @@ def inspect(config: Config, params: Params, windows: Int[np.ndarray, "windows T_
     mixer = _unrolled_mixer(config.mixer)
     graph = model_graph(dataclasses.replace(config.model, scan=False), mixer)
     figures = jax.jit(lambda params, tokens: _figures(nnx.merge(graph, params), tokens))
-    parts = [
-        figures(params, jnp.asarray(windows[start : start + batch_size, :-1]))
-        for start in range(0, len(windows) - len(windows) % min(batch_size, len(windows)), batch_size)
-    ]
-    means = {name: np.mean([np.asarray(part[name]) for part in parts], axis=0) for name in parts[0]}
-    if "residual" in means:
-        means["residual"] = np.sqrt(means["residual"])
-    return means
+    batches = [windows[start : start + batch_size, :-1] for start in range(0, len(windows), batch_size)]
+    parts = [figures(params, jnp.asarray(batch)) for batch in batches]
+    sizes = [len(batch) for batch in batches]
+    means = {name: np.average([np.asarray(part[name]) for part in parts], axis=0, weights=sizes) for name in parts[0]}
+    return {name: np.sqrt(values) if name in SQUARED else values for name, values in means.items()}
 
 
 def _unrolled_mixer(config: MixerConfig) -> MixerConfig:
@@ -133,7 +134,7 @@ def _reading(mixer: Any, state: MixerState) -> dict[str, Array]:
         "gate": _over_tokens(reader.gates(state.stream), axis=0),
         "gain": reader.gain[...],
         "log10_condition": _over_tokens(jnp.log10(condition), axis=0),
-        "stream_rms": jnp.sqrt(jnp.mean(stream**2)),
+        "stream_rms": jnp.mean(stream**2),
     }
 
 

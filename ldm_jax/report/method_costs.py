@@ -54,7 +54,7 @@ def _compiled_costs(config: Config) -> dict[str, Any]:
     tokens = config.train.batch_size * config.data.context
     return {
         "parameters": sum(counts.values()),
-        "mixer_parameters": counts["memory"],
+        "mixer_parameters": counts["mixer"],
         "flops_per_token": flops / tokens,
         "temporary_bytes": temporary_bytes(config, None),
     }

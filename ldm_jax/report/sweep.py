@@ -43,7 +43,7 @@ class Sweep:
     def __init__(self, folder: Path, train_script: Path, jobs: int, say: Callable[[str], None] = print):
         self.folder, self.train_script, self.jobs, self.say = folder, train_script, jobs, say
         self.file = folder / "runs.csv"
-        self.finished = {row.config_hash: row for row in read_finished(self.file)}
+        self.finished = {(row.method, row.config_hash): row for row in read_finished(self.file)}
 
     def complete(self, runs: Sequence[Run]) -> list[FinishedRun]:
         """The rows of these runs, after those that are missing have been trained.
@@ -51,12 +51,17 @@ class Sweep:
         Raises:
             UserError: a run failed other than by a loss that is not finite; or another process has the folder.
         """
-        missing = [run for run in runs if run.config_hash not in self.finished]
+        missing = [run for run in runs if (run.method, run.config_hash) not in self.finished]
         if missing:
             self.say(f"{len(runs)} runs, {len(missing)} of them to do, {self.jobs} at a time")
-            with self._locked(), _stopped_by_terminate():
-                self._train(missing)
-        return [self.finished[run.config_hash] for run in runs]
+            try:
+                with self._locked(), _stopped_by_terminate():
+                    self._train(missing)
+            except OSError as error:
+                raise UserError(
+                    f"{self.folder} cannot be written: {error.strerror}. What is finished is kept."
+                ) from error
+        return [self.finished[run.method, run.config_hash] for run in runs]
 
     def tune_and_repeat(
         self, methods: Mapping[str, Config], rates: Sequence[float], seeds: Sequence[int]
@@ -117,7 +122,7 @@ class Sweep:
             try:
                 for done in as_completed([pool.submit(train, run) for run in runs]):
                     row = done.result()
-                    self.finished[row.config_hash] = row
+                    self.finished[row.method, row.config_hash] = row
                     write_finished(self.file, list(self.finished.values()))
                     loss = "diverged" if row.diverged else f"validation loss {row.validation_loss:.4f}"
                     where = f"{row.method:<20} rate {row.learning_rate:g} seed {row.seed}"

@@ -1,5 +1,9 @@
 """A write and the next read in one: equal to the two of them, in values and gradients, as a kernel and without one."""
 
+import importlib.util
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,3 +120,27 @@ def test_leading_axes_types_and_transformations(rng, interpret):
     assert of_value.dtype == jnp.bfloat16
     low = jax.grad(lambda k: jnp.sum(run(memory, k, value, query)[0]))(key.astype(jnp.bfloat16))
     assert low.dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "dtype"), [(3, 128, "float32"), (8, 128, "bfloat16"), (8, 256, "float32")]
+)
+def test_the_kernels_compile_for_tpus(topology, key_dim, value_dim, dtype):
+    code = f"""
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+from ldm_jax.memory import undo_write, write_read
+from ldm_jax.report.compiled import tpu_chip
+chip = tpu_chip({topology!r})
+shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype, sharding=chip)
+key, value = shape(300, 2, {key_dim}), shape(300, {2 * value_dim}, dtype=jnp.{dtype})
+memory = shape({key_dim}, 300, {2 * value_dim})
+loss = lambda *arguments: sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in write_read(*arguments))
+text = jax.jit(jax.grad(loss, argnums=range(5))).lower(memory, key, key, value, key).compile().as_text()
+assert text.count("tpu_custom_call") == 2, text.count("tpu_custom_call")
+jax.jit(undo_write).lower(memory, key, key, shape(300, {2 * value_dim})).compile()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

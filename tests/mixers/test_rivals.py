@@ -170,14 +170,16 @@ def test_is_preln_at_the_start(rng, x64, rival):
     # Up to the norm that follows: a mean of the sources and their sum differ by a factor, and eps does not scale.
     layers, ends = make(rival.config, True)
     params, embedding, matrices = nnx.state(layers), jnp.asarray(rng.normal(size=(*TOKENS, WIDTH))), functions(rng)
-    if rival.config.kind is MixerKind.MHC:
+    normed = lambda x: x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True))  # noqa: E731
+    sublayers = as_twin(params, nnx.state(ends), matrices)[2]
+    expected = twins.preln(embedding[0], None, None, sublayers)[None]
+    if rival.config.kind is MixerKind.MHC:  # with its small random phi it is near
+        result = run(rival.config, params, nnx.state(ends), matrices, embedding)
+        np.testing.assert_allclose(normed(result), normed(expected), atol=1e-2)
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf * 0 if "phi" in jax.tree_util.keystr(path) else leaf, params
         )
     result = run(rival.config, params, nnx.state(ends), matrices, embedding)
-    sublayers = as_twin(params, nnx.state(ends), matrices)[2]
-    expected = twins.preln(embedding[0], None, None, sublayers)[None]
-    normed = lambda x: x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True))  # noqa: E731
     np.testing.assert_allclose(normed(result), normed(expected), atol=1e-4)
 
 

@@ -220,10 +220,10 @@ def test_number_of_parameters(tied, qk_norm):
     reader = D * R + R + R * G * K + (R * G + G) + G
     writer = D * R + R + R * G * K + (R * G + G)
     layer = reader + writer + G
-    expected = {"embedding": S * D * (1 if tied else 2), "blocks": N * block + D, "memory": 0}
+    expected = {"embedding": S * D * (1 if tied else 2), "blocks": N * block + D, "mixer": 0}
     shapes = lambda kind: jax.eval_shape(lambda: init_params(config, mixer(kind), 0))  # noqa: E731
     assert count_parameters(shapes("preln")) == expected
-    expected["memory"] = 2 * N * layer + reader + writer
+    expected["mixer"] = 2 * N * layer + reader + writer
     assert count_parameters(shapes("ldm")) == expected
 
 

@@ -110,7 +110,8 @@ def test_a_refusal_is_one_sentence():
 @with_tpu_compiler
 def test_traffic_and_temporaries_on_a_tpu(tmp_path):
     command = [sys.executable, str(SCRIPT), "traffic", "--tpu", "v5e:2x2", "--ways", "undone", "--dtypes", "float32"]
-    subprocess.run([*command, "--forms", "dual", "--json", str(tmp_path / "rows.json")], check=True)
+    subprocess.run([*command, "--forms", "dual", "fused", "--json", str(tmp_path / "rows.json")], check=True)
     rows = json.loads((tmp_path / "rows.json").read_text())
-    moved = {row["mixer"]: row["ratio_to_preln"] for row in rows if row["what"] == "hbm_bytes"}
-    assert moved["ldm"] < 2
+    moved = {row["form"]: row["ratio_to_preln"] for row in rows if row["what"] == "hbm_bytes"}
+    assert moved["dual"] < 2
+    assert moved["fused"] < 2.3

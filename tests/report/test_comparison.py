@@ -93,6 +93,19 @@ def test_finished_rows_are_enough(tmp_path, trainer):
     assert not starts(other)
 
 
+def test_two_names_of_one_config_are_two_methods(tmp_path, trainer):
+    twins = {"one": methods()["ldm"], "other": methods()["ldm"]}
+    best = Sweep(tmp_path / "out", trainer(), 2, print).tune_and_repeat(twins, [2e-3, 4e-3, 8e-3], [0])
+    assert best == {"one": 4e-3, "other": 4e-3}
+    assert [row.method for row in read_finished(tmp_path / "out" / "runs.csv")] == 3 * ["one"] + 3 * ["other"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, trainer):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+        Sweep(tmp_path / "file" / "out", trainer(), 1, print).tune_and_repeat(methods(), [1e-3], [0])
+
+
 def test_options_of_other_mixers_do_not_count():
     config = methods()["preln"]
     other = dataclasses.replace(config, mixer=dataclasses.replace(config.mixer, ldm=LDMConfig(key_dim=8)))
@@ -145,7 +158,9 @@ def test_a_killed_comparison_goes_on(tmp_path, trainer, kind):
     assert process.wait(30) != 0
     done = {run.config_hash for run in read_finished(folder / "runs.csv")}
     assert 2 <= len(done) < 8
-    time.sleep(1.0)  # what SIGKILL leaves running
+    time.sleep(1.0)  # what SIGKILL leaves running; SIGTERM ends the runs, too
+    if kind is signal.SIGTERM:
+        assert len(list(folder.glob("runs/*/metrics.jsonl"))) == len(done)
     before = starts(folder)
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     assert len(read_finished(folder / "runs.csv")) == 8

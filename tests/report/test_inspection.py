@@ -46,6 +46,10 @@ def test_of_a_depth_memory(tmp_path):
     np.testing.assert_allclose(figures["forgetting"][0], 1.0)
     assert ((figures["forgetting"][1:] > 0.9) & (figures["forgetting"][1:] < 1)).all()
     assert (figures["log10_condition"] >= 0).all()
+    # Every window counts, in however many batches: three windows, two at a time, and all at once.
+    at_once = inspect(config, init_params(MODEL, config.mixer, 0), WINDOWS, 3)
+    for name, values in at_once.items():
+        np.testing.assert_allclose(figures[name], values, rtol=1e-4, atol=1e-5)
     file = write_figures(config, figures, tmp_path / "new")
     np.testing.assert_allclose(json.loads(file.read_text())["residual"], figures["residual"])
     pictures = plot_inspection(config, figures, tmp_path, "a model")

@@ -73,7 +73,7 @@ def test_what_a_run_leaves(unbroken):
     sample = (path / "sample.txt").read_text()
     assert sample.startswith("def ")
     assert sample in output
-    for words in ("depth = 2", "memory", "tokens to see", "cpu", "step 6/6"):
+    for words in ("depth = 2", "mixer", "tokens to see", "cpu", "step 6/6"):
         assert words in output
 
 
