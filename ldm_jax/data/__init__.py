@@ -1,6 +1,20 @@
 """Text as arrays of tokens."""
 
 from ldm_jax.data.corpus import END_OF_DOCUMENT, ByteCorpus, corpus_files, load_corpus
+from ldm_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, read_tokenizer, train_bpe
 from ldm_jax.data.windows import spread_windows, training_batches
 
-__all__ = ["END_OF_DOCUMENT", "ByteCorpus", "corpus_files", "load_corpus", "spread_windows", "training_batches"]
+__all__ = [
+    "END_OF_DOCUMENT",
+    "ByteCorpus",
+    "ByteTokenizer",
+    "JsonTokenizer",
+    "Tokenizer",
+    "corpus_files",
+    "load_corpus",
+    "load_tokenizer",
+    "read_tokenizer",
+    "spread_windows",
+    "train_bpe",
+    "training_batches",
+]

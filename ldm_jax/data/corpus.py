@@ -12,9 +12,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from ldm_jax.config import Corpus, DataConfig
+from ldm_jax.data.split import content_hash, cut, is_validation
+from ldm_jax.data.tokenizer import ByteTokenizer
 from ldm_jax.errors import UserError
 
-END_OF_DOCUMENT = 0  # the byte that follows every document
+END_OF_DOCUMENT = ByteTokenizer.end_of_document
 
 
 class ByteCorpus(NamedTuple):
@@ -36,14 +38,14 @@ def load_corpus(config: DataConfig) -> ByteCorpus:
     files = corpus_files(config)
     documents = [document for file in files for document in _documents(file, config.document_bytes)]
     # Sorted by content: neither the names of files nor the order of a folder changes what is trained on.
-    documents = sorted({_hash(document): document for document in documents}.items())
+    documents = sorted({content_hash(document): document for document in documents}.items())
     if len(documents) < 2:
         count = "1 document" if documents else "0 documents"
         raise UserError(
             f"the corpus {_name(config)} has {count}, but one for training and one for validation are needed: add "
             "text, or cut files into shorter documents with data.document_bytes."
         )
-    held_out = max(1, sum(_is_validation(digest, config.validation_fraction) for digest, _ in documents))
+    held_out = max(1, sum(is_validation(digest, config.validation_fraction) for digest, _ in documents))
     held_out = min(held_out, len(documents) - 1)
     validation, train = (
         _join([document for _, document in part]) for part in (documents[:held_out], documents[held_out:])
@@ -80,25 +82,11 @@ def _name(config: DataConfig) -> str:
 
 
 def _documents(file: Path, size: int) -> Iterator[bytes]:
-    """The file without zero bytes, cut after the first end of a line past every `size` bytes."""
+    """The file without zero bytes, in documents of about `size` bytes."""
     try:
-        text = file.read_bytes().replace(bytes([END_OF_DOCUMENT]), b"")
+        return cut(file.read_bytes().replace(bytes([END_OF_DOCUMENT]), b""), size)
     except OSError as error:
         raise UserError(f"the corpus file {file} cannot be read: {error.strerror}.") from error
-    start = 0
-    while start < len(text):
-        line_end = text.find(b"\n", start + size - 1, start + 2 * size)
-        end = line_end + 1 if line_end >= 0 else start + size  # a line that does not end is cut where it stands
-        yield text[start:end]
-        start = end
-
-
-def _hash(document: bytes) -> bytes:
-    return hashlib.blake2b(document, digest_size=8).digest()
-
-
-def _is_validation(digest: bytes, fraction: float) -> bool:
-    return int.from_bytes(digest) < fraction * 2**64
 
 
 def _join(documents: list[bytes]) -> UInt8[np.ndarray, " tokens"]:
