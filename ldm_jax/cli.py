@@ -68,8 +68,11 @@ def parse_train_arguments(arguments: list[str]) -> TrainArguments:
 
 
 def parse(arguments_type: type[Arguments]) -> Arguments:
-    """The command line as a dataclass."""
-    return tyro.cli(arguments_type, config=_TYRO, registry=_REGISTRY)
+    """The command line as a dataclass. Raises UserError for values that do not go together."""
+    try:
+        return tyro.cli(arguments_type, config=_TYRO, registry=_REGISTRY)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def require_matplotlib() -> None:
