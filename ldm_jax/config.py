@@ -8,8 +8,21 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from ldm_jax.data_config import Corpus, DataConfig
 from ldm_jax.mixers import MixerConfig, check_mixer
-from ldm_jax.options import check_option_types
+from ldm_jax.options import check, check_at_least, check_option_types
+
+__all__ = [
+    "AttentionImplementation",
+    "ComputeType",
+    "Config",
+    "Corpus",
+    "DataConfig",
+    "ModelConfig",
+    "Remat",
+    "Schedule",
+    "TrainConfig",
+]
 
 
 class ComputeType(enum.StrEnum):
@@ -34,29 +47,11 @@ class AttentionImplementation(enum.StrEnum):
     LOCAL = "local"
 
 
-class Corpus(enum.StrEnum):
-    """Where text comes from."""
-
-    STDLIB = "stdlib"
-    FILES = "files"
-
-
 class Schedule(enum.StrEnum):
     """How the learning rate moves after the warm-up."""
 
     COSINE = "cosine"
     CONSTANT = "constant"
-
-
-def _check(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
-
-
-def _check_at_least(config: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _check(value >= least, f"{name} is {value}, but it must be at least {least}.")
 
 
 @dataclass(frozen=True)
@@ -95,13 +90,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_option_types(self)
-        _check_at_least(self, 1, "depth", "width", "heads", "mlp_width", "vocabulary", "loss_chunk")
+        check_at_least(self, 1, "depth", "width", "heads", "mlp_width", "vocabulary", "loss_chunk")
         heads, kv_heads = self.heads, self.kv_heads_or_heads
-        _check(self.width % heads == 0, f"heads is {heads}, which does not divide the width {self.width}.")
-        _check(self.head_dim % 2 == 0, f"a head has width {self.head_dim} (width / heads), but it must be even.")
-        _check(kv_heads >= 1 and heads % kv_heads == 0, f"kv_heads is {kv_heads}, which does not divide heads {heads}.")
-        _check(self.rope_base > 1, f"rope_base is {self.rope_base}, but it must be more than 1.")
-        _check(
+        check(self.width % heads == 0, f"heads is {heads}, which does not divide the width {self.width}.")
+        check(self.head_dim % 2 == 0, f"a head has width {self.head_dim} (width / heads), but it must be even.")
+        check(kv_heads >= 1 and heads % kv_heads == 0, f"kv_heads is {kv_heads}, which does not divide heads {heads}.")
+        check(self.rope_base > 1, f"rope_base is {self.rope_base}, but it must be more than 1.")
+        check(
             self.attention is not AttentionImplementation.CUDNN or self.compute_dtype is ComputeType.BFLOAT16,
             "attention is cudnn, which takes no float32: set compute_dtype to bfloat16, or attention to xla.",
         )
@@ -125,37 +120,6 @@ class ModelConfig:
     def dtype(self) -> jnp.dtype:
         """The compute type."""
         return jnp.dtype(self.compute_dtype.value)
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The text, and how it is cut."""
-
-    corpus: Corpus | None = None
-    """stdlib: the source of Python's own standard library on this machine. files: those of path. None: files if there
-    is a path, else stdlib."""
-    path: str | None = None
-    """Files of the corpus: a path or a pattern such as books/*.txt; ** goes into folders. Read as bytes."""
-    context: int = 256
-    """T: tokens of a window."""
-    document_bytes: int = 65536
-    """Longer files are cut, after a line's end, into documents of about this size."""
-    validation_fraction: float = 0.05
-    """Part of the documents, chosen by a hash of their content, that is kept for validation."""
-
-    def __post_init__(self) -> None:
-        check_option_types(self)
-        _check_at_least(self, 1, "context", "document_bytes")
-        fraction = self.validation_fraction
-        _check(0 < fraction < 1, f"validation_fraction is {fraction}, but it must lie between 0 and 1.")
-        _check(
-            self.corpus is not Corpus.FILES or self.path is not None,
-            'corpus is files, but there is no path: set data.path, for example to "books/*.txt".',
-        )
-        _check(
-            self.corpus is not Corpus.STDLIB or self.path is None,
-            f'path is "{self.path}", but corpus is stdlib, which has none: set data.corpus to files, or leave it out.',
-        )
 
 
 @dataclass(frozen=True)
@@ -205,28 +169,28 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_option_types(self)
-        _check_at_least(
+        check_at_least(
             self, 1, "steps", "batch_size", "accumulation", "log_every", "validate_every", "validation_windows",
             "checkpoint_every", "keep_checkpoints", "sample_tokens",
         )  # fmt: skip
-        _check_at_least(self, 0, "seed", "warmup_steps", "weight_decay")
-        _check(
+        check_at_least(self, 0, "seed", "warmup_steps", "weight_decay")
+        check(
             self.batch_size % self.accumulation == 0,
             f"accumulation is {self.accumulation}, which does not divide batch_size {self.batch_size}.",
         )
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
-            _check(0 < value < float("inf"), f"{name} is {value}, but it must be positive and finite.")
+            check(0 < value < float("inf"), f"{name} is {value}, but it must be positive and finite.")
         for name in ("decay_fraction", "final_learning_rate"):
             value = getattr(self, name)
-            _check(0 <= value <= 1, f"{name} is {value}, but it must lie in [0, 1].")
+            check(0 <= value <= 1, f"{name} is {value}, but it must lie in [0, 1].")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _check(0 <= value < 1, f"{name} is {value}, but it must lie in [0, 1).")
-        _check(bool(self.sample_prompt), 'sample_prompt is empty, but it needs a character, such as "\\n".')
+            check(0 <= value < 1, f"{name} is {value}, but it must lie in [0, 1).")
+        check(bool(self.sample_prompt), 'sample_prompt is empty, but it needs a character, such as "\\n".')
         is_text = not any("\ud800" <= character <= "\udfff" for character in self.sample_prompt)
-        _check(is_text, f"sample_prompt is {self.sample_prompt!a}, which is not text.")
-        _check(self.seed < 2**32, f"seed is {self.seed}, but it must be less than 2^32.")
+        check(is_text, f"sample_prompt is {self.sample_prompt!a}, which is not text.")
+        check(self.seed < 2**32, f"seed is {self.seed}, but it must be less than 2^32.")
 
 
 @dataclass(frozen=True)
@@ -241,6 +205,9 @@ class Config:
     def __post_init__(self) -> None:
         check_option_types(self)
         check_mixer(self.mixer, self.model.width)
-        # Text is read as bytes; a token past the vocabulary would be looked up as not-a-number.
+        # A token past the vocabulary would be looked up as not-a-number. Prepared corpora are checked when loaded.
         vocabulary = self.model.vocabulary
-        _check(vocabulary >= 256, f"vocabulary is {vocabulary}, but the tokens are bytes: it must be at least 256.")
+        check(
+            vocabulary >= 256 or self.data.kind is Corpus.PREPARED,
+            f"vocabulary is {vocabulary}, but the tokens are bytes: it must be at least 256.",
+        )

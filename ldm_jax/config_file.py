@@ -122,6 +122,11 @@ def _from_table(cls: type, table: Any, file: str, keys: tuple[str, ...]) -> Any:
 def _from_value(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, types.UnionType):  # X | None; TOML has no null, so the value is an X
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is tuple:  # of any length, of one type
+        if not isinstance(value, list):
+            raise UserError(f"{where} is {value!r}, but it must be a list.")
+        kind = typing.get_args(hint)[0]
+        return tuple(_from_value(kind, element, f"{where}, element {n}") for n, element in enumerate(value, 1))
     if issubclass(hint, enum.Enum):
         if value not in [choice.value for choice in hint]:
             raise UserError(

@@ -19,12 +19,22 @@ def check_option_types(options: Any) -> None:
         if value is None and types.NoneType in choices:
             continue
         kind = next(choice for choice in choices if choice is not types.NoneType)
-        if kind is float and type(value) is int:
-            continue
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{name} is {value!r}, but it must be {_described(kind)}.")
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{name} is nan, but it must be a number.")
+        if typing.get_origin(kind) is tuple:
+            if not isinstance(value, tuple):
+                raise ValueError(f"{name} is {value!r}, but it must be a tuple.")
+            for element in value:
+                _check_type(f"an element of {name}", element, typing.get_args(kind)[0])
+        else:
+            _check_type(name, value, kind)
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if kind is float and type(value) is int:
+        return
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} is {value!r}, but it must be {_described(kind)}.")
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{name} is nan, but it must be a number.")
 
 
 def _described(kind: type) -> str:
@@ -33,3 +43,16 @@ def _described(kind: type) -> str:
     if dataclasses.is_dataclass(kind):
         return f"a {kind.__name__}"
     return {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}[kind]
+
+
+def check(condition: bool, sentence: str) -> None:
+    """Raises ValueError with the sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
+def check_at_least(options: object, least: int, *names: str) -> None:
+    """Raises ValueError for the first of the named options that is less."""
+    for name in names:
+        value = getattr(options, name)
+        check(value >= least, f"{name} is {value}, but it must be at least {least}.")

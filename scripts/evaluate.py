@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from ldm_jax.cli import parse, run_script
-from ldm_jax.data import load_corpus, spread_windows
+from ldm_jax.data import load_data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate
 from ldm_jax.mixers import MixerKind, without_reads
@@ -32,17 +32,17 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
     run = load_run(arguments.run)
-    corpus = load_corpus(run.config.data)
-    if corpus.fingerprint != run.corpus:
+    data = load_data(run.config.data, run.config.model.vocabulary)
+    if data.fingerprint != run.corpus:
         print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")
-    windows = spread_windows(corpus.validation, run.config.data.context, arguments.windows)
+    windows = data.validation_windows(arguments.windows).tokens
     evaluate = make_evaluate(run.graph, arguments.batch_size)
 
     def show(name: str, params: object) -> float:
         result = evaluate(params, windows)
         print(
             f"{name}: {result.loss:.4f} +- {result.standard_error:.4f} nats a token (standard error), "
-            f"{result.bits_per_byte:.4f} bits a byte"
+            f"{result.bits_per_byte / data.bytes_per_token:.4f} bits a byte"
         )
         return result.loss
 

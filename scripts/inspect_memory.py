@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from ldm_jax.cli import parse, require_matplotlib, run_script
-from ldm_jax.data import load_corpus, spread_windows
+from ldm_jax.data import load_data
 from ldm_jax.errors import UserError
 from ldm_jax.train import load_run
 
@@ -36,7 +36,7 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
     run = load_run(arguments.run)
-    windows = spread_windows(load_corpus(run.config.data).validation, run.config.data.context, arguments.windows)
+    windows = load_data(run.config.data, run.config.model.vocabulary).validation_windows(arguments.windows).tokens
     figures = inspect(run.config, run.params, windows, arguments.batch_size)
     folder = arguments.out or arguments.run / "inspection"
     tokens = len(windows) * run.config.data.context

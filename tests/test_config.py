@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from ldm_jax.config import Config, Corpus, Remat
+from ldm_jax.config import Config, Corpus, DataConfig, ModelConfig, Remat
 from ldm_jax.config_file import config_to_toml, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind, Write
@@ -23,6 +23,9 @@ def test_what_is_written_is_read_again(tmp_path):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=Remat.DOTS, kv_heads=2))
     assert read_config(write(tmp_path, config_to_toml(config))) == config
     assert read_config(write(tmp_path, config_to_toml(Config()))) == Config()
+    data = DataConfig(corpora=("a", "b"), weights=(1.0, 0.5), verify=False)
+    config = Config(model=ModelConfig(vocabulary=100), data=data)
+    assert read_config(write(tmp_path, config_to_toml(config))) == config
 
 
 def test_defaults_for_what_is_left_out(tmp_path):
@@ -54,6 +57,15 @@ def test_defaults_for_what_is_left_out(tmp_path):
         ("[model]\nwidth = 130\nheads = 13\n[mixer.ldm]\ngroups = 4\n", "groups is 4, which does not divide the width"),
         ('[data]\ncorpus = "files"\n', "there is no path"),
         ('[data]\ncorpus = "stdlib"\npath = "x"\n', "corpus is stdlib, which has none"),
+        ('[data]\ncorpora = "a"\n', "data.corpora is 'a', but it must be a list"),
+        ('[data]\ncorpora = ["a", 3]\n', "data.corpora, element 2 is 3, but it must be a string"),
+        ('[data]\ncorpora = ["a"]\nweights = ["x"]\n', "data.weights, element 1 is 'x', but it must be a number"),
+        ('[data]\ncorpora = ["a"]\nweights = [1, 2]\n', "weights has 2 numbers for 1 corpora"),
+        ('[data]\ncorpora = ["a", "b"]\nweights = [1, 0]\n', "a weight is 0.0, but weights must be positive"),
+        ('[data]\ncorpora = ["a", "a"]\n', "corpora has a folder twice"),
+        ('[data]\ncorpora = ["a"]\npath = "x"\n', "there are corpora, which are prepared: leave data.path out"),
+        ('[data]\ncorpora = ["a"]\ncorpus = "stdlib"\n', "there are corpora, which are prepared"),
+        ('[data]\ncorpus = "prepared"\n', "corpus is prepared, but there are no corpora"),
         ("[model]\nvocabulary = 128\n", "vocabulary is 128, but the tokens are bytes"),
         ("[data]\nvalidation_fraction = 1\n", "validation_fraction is 1.0"),
     ],
@@ -107,6 +119,9 @@ def test_no_option_is_a_free_string():
         (lambda: MixerConfig(backward="undo"), "backward is 'undo', but it must be one of Backward.STORED"),
         (lambda: MixerConfig(kind="x"), "kind is 'x', but it must be one of MixerKind.PRELN"),
         (lambda: MixerConfig(ldm=None), "ldm is None, but it must be a LDMConfig"),
+        (lambda: DataConfig(corpora="books"), "corpora is 'books', but it must be a tuple"),
+        (lambda: DataConfig(corpora=("a", 3)), "an element of corpora is 3, but it must be a string"),
+        (lambda: DataConfig(corpora=("a",), weights=(float("nan"),)), "an element of weights is nan"),
         (lambda: LDMConfig(key_dim=2.5), "key_dim is 2.5, but it must be a whole number"),
         (lambda: LDMConfig(groups=True), "groups is True, but it must be a whole number"),
         (lambda: LDMConfig(unit_keys=1), "unit_keys is 1, but it must be True or False"),

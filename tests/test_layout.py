@@ -18,6 +18,7 @@ SHARED = {
     "errors",
     "files",
     "config",
+    "data_config",
     "config_file",
     "options",
 }  # may be imported from anywhere that may import theirs

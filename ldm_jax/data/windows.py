@@ -1,11 +1,23 @@
-"""Windows of a corpus: random ones for training, evenly spread ones for validation."""
+"""Windows of tokens: where the training windows lie, and which are held out."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Int32, UInt8, UInt64
+
+ENDLESS = 2**40
+MAX_WINDOWS = 2**32 - 1  # of one corpus: Grain shuffles indices of 32 bits
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Tokens in a row, such as an array."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, tokens: slice, /) -> Any: ...
 
 
 class _RandomWindow(grain.transforms.RandomMap):
@@ -20,23 +32,48 @@ class _RandomWindow(grain.transforms.RandomMap):
         return self._tokens[start : start + self._context + 1].astype(np.int32)
 
 
-def training_batches(
-    tokens: UInt8[np.ndarray, " tokens"], context: int, batch_size: int, seed: int, start: int
-) -> Iterator[Int32[np.ndarray, "B T_and_next"]]:
-    """Endless batches `[B, T + 1]` of random windows; a window's last T tokens are the targets of its first T.
+def random_windows(tokens: UInt8[np.ndarray, " tokens"], context: int, seed: int) -> grain.MapDataset:
+    """Endless windows `[T + 1]` at random places; a window's last T tokens are the targets of its first T."""
+    return grain.MapDataset.range(ENDLESS).seed(seed).random_map(_RandomWindow(tokens, context))
 
-    The batches from `start` on are those that an iterator from 0 gives after `start` batches.
+
+class _ConsecutiveWindows:
+    """All windows of a stream, one after the other; the last token of one is the first of the next."""
+
+    def __init__(self, tokens: Stream, context: int):
+        self._tokens, self._context = tokens, context
+
+    def __len__(self) -> int:
+        return count_windows(self._tokens, self._context)
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " T_and_next"]:
+        start = index * self._context
+        return np.asarray(self._tokens[start : start + self._context + 1], np.int32)
+
+
+def count_windows(tokens: Stream, context: int) -> int:
+    """How many windows of T targets a stream has; what is left at its end is less than one."""
+    return (len(tokens) - 1) // context
+
+
+def shuffled_windows(streams: Sequence[Stream], weights: Sequence[float], context: int, seed: int) -> grain.MapDataset:
+    """Endless windows `[T + 1]` of several streams, mixed by weight.
+
+    Each stream is gone through in a random order, in another one every time it begins anew. Which window has which
+    index depends on the streams, the weights, the context and the seed, and on nothing else.
     """
-    endless = grain.MapDataset.range(2**40)
-    windows = endless.seed(seed).random_map(_RandomWindow(tokens, context)).batch(batch_size)[start:]
-    return iter(windows.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+    # Grain seeds the shuffle of epoch e by seed + e: nearby seeds, or corpora, would repeat each other's orders.
+    seeds: UInt64[np.ndarray, " streams"] = np.random.SeedSequence(seed).generate_state(len(streams))
+    every = [
+        grain.MapDataset.source(_ConsecutiveWindows(tokens, context)).shuffle(int(each)).repeat()
+        for tokens, each in zip(streams, seeds, strict=True)
+    ]
+    return grain.MapDataset.mix(every, weights) if len(every) > 1 else every[0]
 
 
-def spread_windows(
-    tokens: UInt8[np.ndarray, " tokens"], context: int, count: int
-) -> Int32[np.ndarray, "windows T_and_next"]:
+def spread_windows(tokens: Stream, context: int, count: int) -> Int32[np.ndarray, "windows T_and_next"]:
     """At most `count` windows `[T + 1]`, spread evenly from the first token to the last; no two share a target."""
-    count = min(count, (len(tokens) - 1) // context)
+    count = min(count, count_windows(tokens, context))
     last = len(tokens) - 1 - context
     starts = [last * index // max(count - 1, 1) for index in range(count)]
-    return np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int32)
+    return np.stack([np.asarray(tokens[start : start + context + 1], np.int32) for start in starts])

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ldm_jax.config import AttentionImplementation, Config
 from ldm_jax.config_file import config_to_toml
-from ldm_jax.data import ByteCorpus, load_corpus, spread_windows, training_batches
+from ldm_jax.data import ByteTokenizer, Data, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.infer import generate, make_evaluate
@@ -44,7 +44,9 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             f"mixer.ldm.form is fused, but JAX runs on {jax.default_backend()} here: its kernel is for TPUs. Set "
             "mixer.ldm.form to recurrent, which has the same numbers and parameters."
         )
-    corpus = load_corpus(config.data)
+    if config.data.separate_documents:
+        raise UserError("data.separate_documents is true, but the model cannot do that yet: set it to false.")
+    data = load_data(config.data, config.model.vocabulary)
     directory = RunDirectory(path)
     changes = directory.open(config)
     with contextlib.closing(directory):
@@ -52,16 +54,17 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             directory.store(config)  # before the folder holds anything else, so that it is known for a run
         checkpoints = Checkpoints(directory.checkpoints, config.train.keep_checkpoints)
         with contextlib.closing(checkpoints):
-            state, progress = make_state(config), Progress(0.0, corpus.fingerprint)
+            state, progress = make_state(config), Progress(0.0, data.fingerprint)
             if (latest := checkpoints.latest_step()) is not None:
                 state, progress = checkpoints.restore(latest, state)
-            _introduce(console, config, path, corpus, state, progress, changes)
+            _introduce(console, config, path, data, state, progress, changes)
             if state.step < config.train.steps:
                 directory.store(config)
-                run = _Run(config, directory, checkpoints, corpus, console, int(state.step), progress.seconds)
+                run = _Run(config, directory, checkpoints, data, console, int(state.step), progress.seconds)
                 with contextlib.closing(run.metrics):
                     state = run.go(state)
-        _sample(config, directory, state, console)
+        if isinstance(data.tokenizer, ByteTokenizer):
+            _sample(config, directory, state, console)
     return state
 
 
@@ -73,31 +76,29 @@ class _Run:
         config: Config,
         directory: RunDirectory,
         checkpoints: Checkpoints,
-        corpus: ByteCorpus,
+        data: Data,
         console: Console,
         first: int,
         seconds: float,
     ):
-        self.config, self.checkpoints, self.corpus, self.first = config, checkpoints, corpus, first
+        self.config, self.checkpoints, self.data, self.first = config, checkpoints, data, first
         self.metrics = MetricsFile(directory.metrics_file, first, config.train.checkpoint_every)
         self.line = ProgressLine(console, config.train.steps)
         self.tokens_per_step = config.train.batch_size * config.data.context
         at_a_time = config.train.batch_size // config.train.accumulation
         self.evaluate = make_evaluate(model_graph(config.model, config.mixer), at_a_time)
-        self.validation = spread_windows(corpus.validation, config.data.context, config.train.validation_windows)
+        self.validation = data.validation_windows(config.train.validation_windows).tokens
         self.started = time.monotonic() - seconds
         self.last_log = first, time.monotonic()
 
     def go(self, state: TrainState) -> TrainState:
         config = self.config.train
         train_step = make_train_step(self.config)
-        batches = training_batches(
-            self.corpus.train, self.config.data.context, config.batch_size, config.seed, self.first
-        )
+        batches = self.data.batches(self.first * config.batch_size, config.batch_size, config.seed)
         unread: tuple[int, StepMetrics] | None = None
         with self.line:
             for step in range(self.first + 1, config.steps + 1):
-                state, metrics = train_step(state, jnp.asarray(next(batches)))
+                state, metrics = train_step(state, jnp.asarray(next(batches).tokens))
                 if unread is not None:
                     self._report(*unread)
                 unread = step, metrics
@@ -111,9 +112,7 @@ class _Run:
                 elif save:
                     self._check_params(step, state)
                 if save:
-                    self.checkpoints.save(
-                        step, state, Progress(time.monotonic() - self.started, self.corpus.fingerprint)
-                    )
+                    self.checkpoints.save(step, state, Progress(time.monotonic() - self.started, self.data.fingerprint))
                 if validate or save:
                     self.last_log = step, time.monotonic()  # their time is not the steps'
         return state
@@ -161,7 +160,7 @@ class _Run:
         result = self.evaluate(state.params, self.validation)
         if not math.isfinite(result.loss):
             self._stop(f"step {step}: the update has made the validation loss {result.loss}")
-        bits = result.bits_per_byte
+        bits = result.bits_per_byte / self.data.bytes_per_token  # the evaluation's bits are of a token
         self.metrics.write({"step": step, "validation_loss": result.loss, "validation_bits_per_byte": bits})
         self.line.note(f"step {step}: validation loss {result.loss:.4f} nats a token, {bits:.4f} bits a byte")
 
@@ -170,7 +169,7 @@ def _introduce(
     console: Console,
     config: Config,
     path: Path,
-    corpus: ByteCorpus,
+    data: Data,
     state: TrainState,
     progress: Progress,
     changes: list[str],
@@ -186,11 +185,11 @@ def _introduce(
     tokens = config.train.steps * config.train.batch_size * config.data.context
     say(f"\ndevice      {jax.device_count()} x {device.platform} ({device.device_kind}), jax {jax.__version__}")
     say(f"parameters  {sum(parts.values()):,} = " + " + ".join(f"{count:,} {part}" for part, count in parts.items()))
-    say(f"corpus      {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out")
+    say(f"corpus      {data.describe()}")
     say(f"training    {config.train.steps:,} steps, {tokens:,} tokens to see")
     for change in changes:
         say(f"changed     {change}")
-    if progress.corpus != corpus.fingerprint:
+    if progress.corpus != data.fingerprint:
         say("changed     the corpus is not the one that the run was started on: the data goes on with the new one")
     done = int(state.step)
     if done >= config.train.steps:

@@ -1,11 +1,14 @@
 """Corpora: the split is stable and does not leak, bytes are kept, wrong ones are named."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
 from ldm_jax.config import DataConfig
-from ldm_jax.data import corpus_files, load_corpus, spread_windows, training_batches
+from ldm_jax.data import corpus_files, load_corpus, load_data
 from ldm_jax.data.corpus import END_OF_DOCUMENT
+from ldm_jax.data.windows import random_windows, spread_windows
 from ldm_jax.errors import UserError
 
 
@@ -107,24 +110,26 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load_corpus(config(tmp_path / "gone.txt"))
 
 
-def take(iterator, count):
-    return [next(iterator) for _ in range(count)]
-
-
-def test_training_goes_on_where_it_stopped(rng):
-    tokens = rng.integers(256, size=5000).astype(np.uint8)
-    whole = take(training_batches(tokens, 16, 4, seed=3, start=0), 7)
-    later = take(training_batches(tokens, 16, 4, seed=3, start=4), 3)
+def test_training_goes_on_where_it_stopped(folder):
+    data = load_data(config(folder / "*.txt"), 256)
+    whole = [batch.tokens for batch in islice(data.batches(0, 4, seed=3), 7)]
+    later = [batch.tokens for batch in islice(data.batches(4 * 4, 4, seed=3), 3)]
     np.testing.assert_array_equal(whole[4:], later)
     assert whole[0].shape == (4, 17)
     assert whole[0].dtype == np.int32
-    other = take(training_batches(tokens, 16, 4, seed=4, start=0), 7)
+    other = [batch.tokens for batch in islice(data.batches(0, 4, seed=4), 7)]
     assert not np.array_equal(whole, other)
 
 
+def test_the_windows_of_a_seed_are_those_of_all_versions():
+    # Runs that were begun with an earlier version go on with the same data.
+    windows = random_windows(np.arange(200, dtype=np.uint8), 8, seed=3)
+    assert [int(windows[index][0]) for index in range(8)] == [74, 104, 119, 99, 100, 53, 43, 9]
+
+
 def test_training_windows_are_of_the_corpus_and_reach_all_of_it():
-    tokens = np.arange(40, dtype=np.uint8)
-    windows = np.concatenate(take(training_batches(tokens, 8, 16, seed=0, start=0), 20))
+    every = random_windows(np.arange(40, dtype=np.uint8), 8, seed=0)
+    windows = np.stack([every[index] for index in range(320)])
     np.testing.assert_array_equal(windows, windows[:, :1] + np.arange(9))
     assert set(windows[:, 0]) == set(range(32))  # 320 draws of 32 places: each is missed with 4e-5
 

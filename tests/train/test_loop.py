@@ -11,6 +11,7 @@ import pytest
 
 from ldm_jax.config import AttentionImplementation, ComputeType
 from ldm_jax.config_file import config_to_toml, read_config
+from ldm_jax.data import Data
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.train import load_run, loop
@@ -36,7 +37,7 @@ def losses(path):
 
 def break_after(monkeypatch, batches, error=KeyboardInterrupt):
     """The next run is cut off when it asks for one batch more."""
-    whole = loop.training_batches
+    whole = Data.batches
 
     def cut(*arguments, **options):
         iterator = whole(*arguments, **options)
@@ -44,7 +45,7 @@ def break_after(monkeypatch, batches, error=KeyboardInterrupt):
             yield next(iterator)
         raise error
 
-    monkeypatch.setattr(loop, "training_batches", cut)
+    monkeypatch.setattr(Data, "batches", cut)
 
 
 def run_and_stop(config, path, batches):
