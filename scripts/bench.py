@@ -1,4 +1,4 @@
-"""What a depth memory costs beside PreLN: `python scripts/bench.py memory|traffic|step|compile|write [--json FILE]`."""
+"""What a depth memory costs beside PreLN: `python scripts/bench.py memory|traffic|step|compile|write|loader`."""
 
 import enum
 import os
@@ -12,14 +12,17 @@ import tyro
 
 from ldm_jax.cli import parse, require_matplotlib, run_script
 from ldm_jax.config import ComputeType
+from ldm_jax.config_file import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form
 from ldm_jax.report import bench
+from ldm_jax.report.bench_loader import loader_rows
 from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
 from ldm_jax.report.compiled import tpu_chip
 
 T = TypeVar("T")
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
 
 class What(enum.StrEnum):
@@ -30,6 +33,7 @@ class What(enum.StrEnum):
     STEP = "step"
     COMPILE = "compile"
     WRITE = "write"
+    LOADER = "loader"
 
 
 TITLES = {
@@ -38,6 +42,7 @@ TITLES = {
     What.STEP: "Seconds of a training step, the mixers taking turns, median",
     What.COMPILE: "Seconds to trace and compile loss and gradient, the depths taking turns, median",
     What.WRITE: "Seconds of one write, and of one copy of the same bytes, median",
+    What.LOADER: "Tokens a second that the loader reads, and that the training step takes, taking turns, median",
 }
 
 
@@ -47,7 +52,8 @@ class Arguments:
 
     what: tyro.conf.Positional[What]
     """memory: compiled temporary memory. traffic: bytes and flops per block on a TPU chip. step: seconds of a training
-    step. compile: seconds to compile. write: one write against a copy of its bytes."""
+    step. compile: seconds to compile. write: one write against a copy of its bytes. loader: reading a
+    config's data against training on it."""
     json: Path | None = None
     """File for the figures."""
     plot: Path | None = None
@@ -67,7 +73,9 @@ class Arguments:
     step_depth: int = 4
     """Blocks (step)."""
     repetitions: int | None = None
-    """Rounds (step, compile, write). None: 10, of compile 2."""
+    """Rounds (step, compile, write, loader). None: 10, of compile 2."""
+    config: Path | None = None
+    """Config whose data is read and whose model is trained (loader). None: configs/quickstart.toml."""
 
 
 def check(arguments: Arguments) -> None:
@@ -81,7 +89,13 @@ def check(arguments: Arguments) -> None:
     if arguments.tpu is None and Form.FUSED in (arguments.forms or ()):
         raise UserError("the form fused is for TPUs: leave it out of --forms, or add --tpu v5e:2x2.")
     here = What.MEMORY, What.TRAFFIC, What.STEP, What.COMPILE
-    for name, measured in (("depths", (What.MEMORY,)), ("dtypes", (What.TRAFFIC,)), ("ways", here), ("forms", here)):
+    for name, measured in (
+        ("depths", (What.MEMORY,)),
+        ("dtypes", (What.TRAFFIC,)),
+        ("ways", here),
+        ("forms", here),
+        ("config", (What.LOADER,)),
+    ):
         if getattr(arguments, name) is not None and arguments.what not in measured:
             raise UserError(f"{arguments.what} takes no {name}: leave --{name} out.")
     for name in ("key_dims", "ways", "forms", "dtypes", "depths"):
@@ -121,6 +135,8 @@ def rows(arguments: Arguments) -> Iterator[bench.Row]:
             return bench.compile_rows(*subjects, arguments.repetitions or 2)
         case What.WRITE:
             return bench.write_rows(key_dims, arguments.repetitions or 10)
+        case What.LOADER:
+            return loader_rows(read_config(arguments.config or QUICKSTART), arguments.repetitions or 10)
 
 
 def main() -> None:

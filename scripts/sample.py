@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 
 from ldm_jax.cli import parse, run_script
+from ldm_jax.config import Corpus
 from ldm_jax.errors import UserError
 from ldm_jax.infer import generate
 from ldm_jax.train import load_run
@@ -32,6 +33,8 @@ def main() -> None:
     """Parses and prints."""
     arguments = parse(Arguments)
     run = load_run(arguments.run)
+    if run.config.data.kind is Corpus.PREPARED:
+        raise UserError(f"{arguments.run} was trained on a prepared corpus, and samples are made of bytes so far.")
     prompt = arguments.prompt.encode(errors="surrogateescape")  # bytes that are no text reach us so
     try:
         text = generate(

@@ -66,6 +66,24 @@ def test_evaluate_tells_what_the_memory_is_worth(home):
     assert "with all read gains at zero: " in result.stdout
 
 
+def test_text_is_prepared_and_trained_on(home):
+    flags = ["--files", home / "*.txt", "--tokenizer", "bpe", "--vocabulary", 300, "--validation-fraction", 0.2]
+    result = script("prepare_data", *flags, "--out", home / "corpus")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "documents to train on" in result.stdout
+    options = ["--data.path", "None", "--data.corpora", home / "corpus", "--data.weights", 2]
+    result = script("train", home / "tiny.toml", "--run", home / "prepared", "--model.vocabulary", 300, *options)
+    assert result.returncode == 0, result.stderr
+    assert "bytes a token" in result.stdout
+
+
+def test_preparing_nothing_is_one_sentence(home):
+    result = script("prepare_data", "--out", home / "other")
+    assert result.returncode == 1
+    assert result.stderr == "error: give either files or a dataset.\n"
+
+
 def test_sample_goes_on_from_the_prompt(home):
     a, b = (script("sample", home / "run", "--prompt", "3 times ", "--tokens", 20) for _ in range(2))
     assert a.returncode == 0, a.stderr

@@ -17,7 +17,7 @@ from ldm_jax.data.split import cut
 from ldm_jax.errors import UserError
 
 BATCH_DOCUMENTS = 4096
-BATCH_CHARACTERS = 16_000_000
+BATCH_CHARACTERS = 4_000_000
 
 Position = Any
 """Where to read on: a JSON value that only the source understands. None: at the start."""
@@ -44,7 +44,7 @@ class DocumentSource(Protocol):
         ...
 
     def sample(self) -> Iterator[str]:
-        """Documents from all over the source, in an order that does not change, for a tokenizer to be trained on."""
+        """The documents for a tokenizer to be trained on the first of; in an order that does not change."""
         ...
 
 

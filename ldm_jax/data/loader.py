@@ -43,7 +43,7 @@ class CorpusParts(NamedTuple):
     """Its part of all windows; the weights of all corpora add up to 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """Corpora and how they are cut into windows."""
 
@@ -105,11 +105,13 @@ class Data:
         return Batch(tokens, 1 + np.pad(ended[:, :-1], ((0, 0), (1, 0))))
 
     def describe(self) -> str:
-        """How many tokens there are to train on and held out."""
+        """How many tokens there are to train on and held out, and from where."""
         train, validation = (
             sum(len(getattr(corpus, part)) for corpus in self.corpora) for part in ("train", "validation")
         )
         text = f"{train:,} tokens to train on, {validation:,} held out"
+        if not isinstance(self.tokenizer, ByteTokenizer):
+            text += f", {self.bytes_per_token:.2f} bytes a token"
         if len(self.corpora) > 1:
             text += "; " + ", ".join(f"{corpus.weight:.0%} {corpus.name}" for corpus in self.corpora)
         return text

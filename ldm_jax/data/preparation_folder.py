@@ -86,8 +86,10 @@ class PreparationFolder:
         try:
             yield
         except OSError as error:
+            # NumPy has no error number for us when a file takes only part of an array.
+            why = error.strerror or "a file could be written only in part, perhaps because the disk is full"
             raise UserError(
-                f"the folder {self.path} cannot be written: {error.strerror}. What is whole in it is kept: when that "
+                f"the folder {self.path} cannot be written: {why}. What is whole in it is kept: when that "
                 "is mended, the same command goes on."
             ) from error
 

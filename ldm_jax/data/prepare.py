@@ -53,7 +53,7 @@ class PrepareOptions:
     validation_fraction: float = 0.05
     """Part of the documents, chosen by a hash of their content, that is held out."""
     shard_tokens: int = 2**26
-    """A shard is written when it has this many; after a break, at most a shard's work is done again."""
+    """A shard is written as soon as it has this many; after a break, at most a shard's work is done again."""
 
     def __post_init__(self) -> None:
         for name, least in (("vocabulary", 257), ("sample_bytes", 1), ("shard_tokens", 1), ("document_bytes", 1)):
@@ -108,7 +108,12 @@ def prepare(options: PrepareOptions, out: Path, console: Console | None = None) 
         source = options.source()
         progress = folder.open(table, source.fingerprint)
         with folder.writing():
-            tokenizer = folder.tokenizer() or _saved(options.make_tokenizer(source), folder)
+            tokenizer = folder.tokenizer()
+            if tokenizer is None:
+                if options.tokenizer == BPE:
+                    console.print(f"training a BPE on at most {options.sample_bytes:,} bytes", highlight=False)
+                tokenizer = options.make_tokenizer(source)
+                tokenizer.save(folder.path)
             shards = _Shards(options, folder, tokenizer, progress)
             with PreparationLine(console, progress) as line:
                 for batch, every in _tokenised(source, tokenizer, progress.position):
@@ -124,11 +129,6 @@ def prepare(options: PrepareOptions, out: Path, console: Console | None = None) 
                 "another folder, cut files by --document-bytes, or change --validation-fraction.",
                 soft_wrap=True,
             )
-
-
-def _saved(tokenizer: Tokenizer, folder: PreparationFolder) -> Tokenizer:
-    tokenizer.save(folder.path)
-    return tokenizer
 
 
 def _summary(manifest: Manifest) -> str:

@@ -9,7 +9,7 @@ from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.report.bench import Row
 
-_SCALES = {"bytes": ("MiB", 2**-20), "seconds": ("ms", 1e3), "flops": ("GFLOP", 1e-9)}
+_SCALES = {"bytes": ("MiB", 2**-20), "seconds": ("ms", 1e3), "flops": ("GFLOP", 1e-9), "tokens/s": ("tokens/s", 1.0)}
 
 
 def print_rows(rows: Iterable[Row], title: str) -> list[Row]:

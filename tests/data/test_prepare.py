@@ -176,8 +176,12 @@ def test_killed_it_goes_on(tmp_path, rng):
     assert contents(broken) == contents(whole)
 
 
-def full(monkeypatch, after):
-    """The disk is full from the `after`-th file on."""
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+IN_PART = OSError("1000 requested and 12 written")  # what NumPy says
+
+
+def full(monkeypatch, after, error=NO_SPACE):
+    """The disk is full from the `after`-th array on."""
     original, count = np.save, 0
 
     def save(file, array):
@@ -185,17 +189,20 @@ def full(monkeypatch, after):
         count += 1
         if count >= after:
             file.write(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise error
         original(file, array)
 
     monkeypatch.setattr(np, "save", save)
 
 
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(lines, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "why"), [(NO_SPACE, "No space left on device"), (IN_PART, "a file could be written only in part")]
+)
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(lines, tmp_path, monkeypatch, error, why):
     prepared(tmp_path / "whole", lines)
     with monkeypatch.context() as patch:
-        full(patch, 8)
-        with pytest.raises(UserError, match=r"cannot be written: No space left on device. What is whole in it is kept"):
+        full(patch, 8, error)
+        with pytest.raises(UserError, match=rf"cannot be written: {why}.*\. What is whole in it is kept"):
             prepared(tmp_path / "corpus", lines)
     assert not list((tmp_path / "corpus").glob("*.tmp"))
     assert "goes on after" in prepared(tmp_path / "corpus", lines)

@@ -11,10 +11,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from ldm_jax.config import Config, DataConfig, ModelConfig
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
-from ldm_jax.mixers import Form
+from ldm_jax.mixers import Form, MixerConfig, MixerKind
 from ldm_jax.report import bench, compiled
+from ldm_jax.report.bench_loader import loader_rows
 from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
 from ldm_jax.report.compiled import tpu_chip
 
@@ -78,6 +80,20 @@ def test_write_rows(small):
     assert all(row.value > 0 for row in rows)
 
 
+def test_loader_rows(tmp_path, capsys):
+    for index in range(20):
+        (tmp_path / f"{index}.txt").write_text(f"document {index} " * 20)
+    config = Config(
+        ModelConfig(depth=1, width=16, heads=2, mlp_width=16),
+        MixerConfig(MixerKind.PRELN),
+        DataConfig(path=f"{tmp_path}/*.txt", context=16, validation_fraction=0.2),
+    )
+    rows = print_rows(loader_rows(config, 1), "a title")
+    assert [row.what for row in rows] == ["loader", "step"]
+    assert all(row.value > 0 for row in rows)
+    assert capsys.readouterr().out.count(" tokens/s") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -86,6 +102,9 @@ def test_write_rows(small):
         ("step --forms fused", "the form fused is for TPUs"),
         ("step --depths 7", "step takes no depths: leave --depths out"),
         ("write --forms dual", "write takes no forms"),
+        ("step --config x.toml", "step takes no config: leave --config out"),
+        ("loader --ways undone", "loader takes no ways: leave --ways out"),
+        ("loader --config nothing.toml", "there is no config file nothing.toml"),
         ("memory --dtypes float32", "memory takes no dtypes"),
         ("memory --depths 4 4", r"depths are \(4, 4\), but they must be at least 1 and rise"),
         ("memory --ways", "--ways is empty: name some, or leave it out"),

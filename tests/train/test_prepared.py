@@ -30,7 +30,7 @@ def config(tmp_path_factory):
 
 def test_a_run_goes_on_to_the_same_bits(config, tmp_path, monkeypatch):
     whole, output = quietly(config, tmp_path / "whole")
-    assert "held out; 67% a, 33% b" in output
+    assert "bytes a token; 67% a, 33% b" in output
     batches = Data.batches
     with monkeypatch.context() as patch:
         patch.setattr(Data, "batches", lambda *arguments: islice(batches(*arguments), 3))
