@@ -43,6 +43,10 @@ class DocumentSource(Protocol):
         """All documents from a position on. From any batch's `after` on, the batches are those that follow it."""
         ...
 
+    def done(self, position: Position) -> float | None:
+        """About which part of the source lies before a position; None where that is not known."""
+        ...
+
     def sample(self) -> Iterator[str]:
         """The documents for a tokenizer to be trained on the first of; in an order that does not change."""
         ...
@@ -87,7 +91,8 @@ class FileSource:
             found |= files
         self._files = [Path(file) for file in sorted(found)]
         self._column, self._document_bytes = column, document_bytes
-        known = "\n".join(f"{file} {file.stat().st_size}" for file in self._files)
+        self._sizes = [file.stat().st_size for file in self._files]
+        known = "\n".join(f"{file} {size}" for file, size in zip(self._files, self._sizes, strict=True))
         self.fingerprint = hashlib.blake2b(known.encode(errors="surrogateescape")).hexdigest()[:16]
 
     def batches(self, position: Position) -> Iterator[DocumentBatch]:
@@ -101,6 +106,10 @@ class FileSource:
                     yield text, [number, row + 1]
 
         return in_batches(located())
+
+    def done(self, position: Position) -> float:
+        """The part of all bytes that is in the files before the position's."""
+        return sum(self._sizes[: position[0]]) / max(sum(self._sizes), 1)
 
     def sample(self) -> Iterator[str]:
         """The documents, the files in an order that has nothing to do with their names."""

@@ -28,6 +28,9 @@ class HubSource:
         """All documents from a state of the stream on."""
         return in_batches(self._documents(position))
 
+    def done(self, position: Position) -> None:
+        """A stream does not know its length."""
+
     def sample(self) -> Iterator[str]:
         """The first documents: to go all over a stream takes as long as to read it."""
         return (text for text, _ in self._documents(None))

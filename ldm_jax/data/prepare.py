@@ -115,10 +115,10 @@ def prepare(options: PrepareOptions, out: Path, console: Console | None = None) 
                 tokenizer = options.make_tokenizer(source)
                 tokenizer.save(folder.path)
             shards = _Shards(options, folder, tokenizer, progress)
-            with PreparationLine(console, progress) as line:
+            with PreparationLine(console, progress, source) as line:
                 for batch, every in _tokenised(source, tokenizer, progress.position):
                     shards.add(batch, every)
-                    line.show(shards.progress, shards.waiting)
+                    line.show(shards.progress, shards.waiting, batch.after)
                 shards.close()
         manifest = shards.manifest()
         folder.finish(manifest)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -337,10 +338,12 @@ def test_damage_is_found_and_named(lines, tmp_path, how, words):
             load_prepared(tmp_path / "corpus", verify=False)
 
 
-def test_progress_can_be_read_in_a_log(lines, tmp_path, monkeypatch, capsys):
+def test_progress_can_be_read_in_a_log(texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ldm_jax.data.preparation_line.SECONDS", 0.0)
-    text = prepared(tmp_path / "corpus", lines)
+    for part in range(2):
+        write_lines(tmp_path / f"{part}.jsonl", texts[part * 150 : part * 150 + 150])
+    text = prepared(tmp_path / "corpus", tmp_path / "*.jsonl")
     assert "\x1b" not in text
-    assert " tokens/s" in text
-    prepare(PrepareOptions((str(lines),)), tmp_path / "terminal", Console(force_terminal=True, width=100))
+    assert re.search(r"\d shards  [\d,]+ tokens  [\d,]+ tokens/s  5\d%  0:00:00 left\n", text)
+    prepare(PrepareOptions((f"{tmp_path}/*.jsonl",)), tmp_path / "terminal", Console(force_terminal=True, width=100))
     assert " tokens/s" in capsys.readouterr().out
