@@ -9,6 +9,7 @@ Every shape in this package is written with these letters, in annotations, docst
     H  query heads                J  key-value heads of grouped-query attention
     C  width of a head            F  hidden width of the MLP
     S  vocabulary (symbols)       E  streams of hyper-connections
+    W  places that a decoding cache holds
 """
 
 from collections.abc import Callable

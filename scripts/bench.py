@@ -1,4 +1,4 @@
-"""What a depth memory costs beside PreLN: `python scripts/bench.py memory|traffic|step|compile|write|loader`."""
+"""What a depth memory costs, how fast data is read and text generated: `python scripts/bench.py memory`, or step."""
 
 import enum
 import os
@@ -17,6 +17,7 @@ from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form
 from ldm_jax.report import bench
+from ldm_jax.report.bench_generation import generation_rows
 from ldm_jax.report.bench_loader import loader_rows
 from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
 from ldm_jax.report.compiled import tpu_chip
@@ -34,6 +35,7 @@ class What(enum.StrEnum):
     COMPILE = "compile"
     WRITE = "write"
     LOADER = "loader"
+    GENERATE = "generate"
 
 
 TITLES = {
@@ -43,6 +45,7 @@ TITLES = {
     What.COMPILE: "Seconds to trace and compile loss and gradient, the depths taking turns, median",
     What.WRITE: "Seconds of one write, and of one copy of the same bytes, median",
     What.LOADER: "Tokens a second that the loader reads, and that the training step takes, taking turns, median",
+    What.GENERATE: "Tokens a second that are generated, with and without a cache, taking turns, median",
 }
 
 
@@ -53,7 +56,7 @@ class Arguments:
     what: tyro.conf.Positional[What]
     """memory: compiled temporary memory. traffic: bytes and flops per block on a TPU chip. step: seconds of a training
     step. compile: seconds to compile. write: one write against a copy of its bytes. loader: reading a
-    config's data against training on it."""
+    config's data against training on it. generate: decoding with a config's model."""
     json: Path | None = None
     """File for the figures."""
     plot: Path | None = None
@@ -73,9 +76,9 @@ class Arguments:
     step_depth: int = 4
     """Blocks (step)."""
     repetitions: int | None = None
-    """Rounds (step, compile, write, loader). None: 10, of compile 2."""
+    """Rounds (step, compile, write, loader, generate). None: 10, of compile 2."""
     config: Path | None = None
-    """Config whose data is read and whose model is trained (loader). None: configs/quickstart.toml."""
+    """Config whose data or model is used (loader, generate). None: configs/quickstart.toml."""
 
 
 def check(arguments: Arguments) -> None:
@@ -94,7 +97,7 @@ def check(arguments: Arguments) -> None:
         ("dtypes", (What.TRAFFIC,)),
         ("ways", here),
         ("forms", here),
-        ("config", (What.LOADER,)),
+        ("config", (What.LOADER, What.GENERATE)),
     ):
         if getattr(arguments, name) is not None and arguments.what not in measured:
             raise UserError(f"{arguments.what} takes no {name}: leave --{name} out.")
@@ -137,6 +140,8 @@ def rows(arguments: Arguments) -> Iterator[bench.Row]:
             return bench.write_rows(key_dims, arguments.repetitions or 10)
         case What.LOADER:
             return loader_rows(read_config(arguments.config or QUICKSTART), arguments.repetitions or 10)
+        case What.GENERATE:
+            return generation_rows(read_config(arguments.config or QUICKSTART), arguments.repetitions or 10)
 
 
 def main() -> None:

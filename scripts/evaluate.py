@@ -1,5 +1,6 @@
-"""Prints the loss of a trained model on its held-out text: `python scripts/evaluate.py RUN`."""
+"""Prints the loss of a trained model on held-out text: `python scripts/evaluate.py RUN [--data CORPUS ...]`."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from ldm_jax.train import load_run
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prints the loss of a trained model on its held-out text; of a depth memory also without its reads."""
+    """Prints loss, perplexity and bits a byte with standard errors; of a depth memory also without its reads."""
 
     run: tyro.conf.Positional[Path]
     """Folder of the run."""
+    data: tuple[str, ...] = ()
+    """Prepared corpora, each evaluated by itself. None: the held-out text of what the run was trained on."""
     windows: int = 256
     """Windows of one context each, spread evenly over the held-out text; at most as many as it has."""
     batch_size: int = 8
@@ -32,25 +35,31 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
     run = load_run(arguments.run)
-    data = load_data(run.config.data, run.config.model.vocabulary)
-    if data.fingerprint != run.corpus:
-        print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")
-    windows = data.validation_windows(arguments.windows).tokens
-    evaluate = make_evaluate(run.graph, arguments.batch_size)
-
-    def show(name: str, params: object) -> float:
-        result = evaluate(params, windows)
-        print(
-            f"{name}: {result.loss:.4f} +- {result.standard_error:.4f} nats a token (standard error), "
-            f"{result.bits_per_byte / data.bytes_per_token:.4f} bits a byte"
-        )
-        return result.loss
-
-    print(f"step {run.step}, {len(windows)} windows of {run.config.data.context} tokens of held-out text")
-    loss = show("validation loss", run.params)
-    if run.config.mixer.kind is MixerKind.LDM:
-        silent = show("with all read gains at zero", without_reads(run.params))
-        print(f"the memory's reads are worth {silent - loss:.4f} nats a token to this model")
+    trained_on = run.config.data
+    corpora = [
+        dataclasses.replace(trained_on, corpus=None, path=None, corpora=(folder,), weights=())
+        for folder in arguments.data
+    ]
+    for config in corpora or [trained_on]:
+        data = load_data(config, run.config.model.vocabulary)
+        if data.tokenizer.fingerprint != run.tokenizer.fingerprint:
+            raise UserError(
+                f"{config.corpora[0]} has another tokenizer than the run: prepare it with the tokenizer.json of the "
+                "corpus that the run was trained on."
+            )
+        if not corpora and data.fingerprint != run.corpus:
+            print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")
+        windows = data.validation_windows(arguments.windows)
+        evaluate = make_evaluate(run.graph, arguments.batch_size, data.bytes_per_token)
+        where = "".join(f" of {folder}" for folder in config.corpora)
+        size = f"{len(windows.tokens)} windows of {config.context} held-out tokens"
+        print(f"step {run.step}, {size}{where}; +- standard error")
+        result = evaluate(run.params, windows)
+        print(f"validation loss: {result}")
+        if run.config.mixer.kind is MixerKind.LDM:
+            silent = evaluate(without_reads(run.params), windows)
+            print(f"with all read gains at zero: {silent}")
+            print(f"the memory's reads are worth {silent.loss - result.loss:.4f} nats a token to this model")
 
 
 if __name__ == "__main__":

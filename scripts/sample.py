@@ -1,30 +1,32 @@
-"""Prints text from a trained model: `python scripts/sample.py RUN --prompt "def "`."""
+"""Prints text from a trained model: `python scripts/sample.py RUN --prompt "def " "class "`."""
 
+import codecs
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from ldm_jax.cli import parse, run_script
-from ldm_jax.config import Corpus
 from ldm_jax.errors import UserError
-from ldm_jax.infer import generate
+from ldm_jax.infer import Sampling, complete
 from ldm_jax.train import load_run
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prints a prompt and what a trained model makes of it."""
+    """Prints prompts and what a trained model makes of them; of a single prompt, as it comes."""
 
     run: tyro.conf.Positional[Path]
     """Folder of the run."""
-    prompt: str = "def "
-    """Start of the text."""
+    prompt: tuple[str, ...] = ("def ",)
+    """Starts of texts, computed together. An empty one is the start of a document."""
     tokens: int = 300
-    """Length of what follows."""
-    temperature: float = 0.8
-    """What scores are divided by before a token is drawn; 0 takes the likeliest token."""
+    """Most tokens that follow."""
+    stop: tuple[str, ...] = ()
+    """A text ends before the first of these."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     seed: int = 0
     """Of the draws."""
 
@@ -33,17 +35,24 @@ def main() -> None:
     """Parses and prints."""
     arguments = parse(Arguments)
     run = load_run(arguments.run)
-    if run.config.data.kind is Corpus.PREPARED:
-        raise UserError(f"{arguments.run} was trained on a prepared corpus, and samples are made of bytes so far.")
-    prompt = arguments.prompt.encode(errors="surrogateescape")  # bytes that are no text reach us so
     try:
-        text = generate(
-            run.graph, run.params, prompt, arguments.tokens, run.config.data.context,
-            temperature=arguments.temperature, seed=arguments.seed,
+        pieces = complete(
+            run.graph, run.params, run.tokenizer, arguments.prompt, run.config.data.context, arguments.tokens,
+            sampling=arguments.sampling, seed=arguments.seed, stop=arguments.stop,
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from error
-    sys.stdout.write((prompt + text).decode(errors="replace") + "\n")
+    if len(arguments.prompt) == 1:
+        sys.stdout.write(arguments.prompt[0])
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for (piece,) in pieces:
+            sys.stdout.write(decoder.decode(piece))
+            sys.stdout.flush()
+        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+        return
+    texts = [b"".join(parts) for parts in zip(*pieces, strict=True)]
+    for number, (prompt, text) in enumerate(zip(arguments.prompt, texts, strict=True), 1):
+        print(f"--- {number}\n{prompt}{text.decode(errors='replace')}")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,10 @@ def test_sample_goes_on_from_the_prompt(home):
 def test_help_shows_every_field():
     result = script("train", "--help")
     assert result.returncode == 0
-    for words in ("--model.depth INT", "--mixer.kind {preln,ldm,attnres", "--mixer.ldm.forgetting-floor",
-                  "--train.log-every", "{block,dots}", "Blocks; each has two sublayers", "(default: 6)"):  # fmt: skip
+    for words in (
+        "--model.depth INT", "--mixer.kind {preln,ldm,attnres", "--mixer.ldm.forgetting-floor", "--log.every",
+        "--optimizer.weight-decay", "{block,dots}", "Blocks; each has two sublayers", "(default: 6)",
+    ):  # fmt: skip
         assert words in result.stdout, words
 
 
@@ -141,8 +143,9 @@ def test_sample_of_bytes_that_are_no_text_in_a_terminal_that_knows_ascii(home):
     ("name", "flag", "words"),
     [
         ("sample", "--temperature=nan", "temperature is nan"),
+        ("sample", "--top-p=0", "top_p is 0.0"),
         ("sample", "--seed=99999999999999999999", "seed is 99999999999999999999"),
-        ("sample", "--tokens=0", "count is 0"),
+        ("sample", "--tokens=0", "number of tokens is 0"),
         ("evaluate", "--windows=-3", "windows is -3"),
     ],
 )
@@ -154,15 +157,15 @@ def test_inadmissible_numbers_are_one_sentence(home, name, flag, words):
 
 
 def test_underscores_and_lower_case_booleans_in_flags(home):
-    flags = ["--train.log_every", "2", "--model.scan", "true"]
+    flags = ["--log.every", "2", "--model.scan", "true"]
     result = script("train", home / "tiny.toml", *flags, "--run", home / "run")
     assert result.returncode == 0, result.stderr
-    assert "train.log_every was 10 and is now 2" in result.stdout
+    assert "log.every was 10 and is now 2" in result.stdout
 
 
 def test_a_disk_that_fills_up_keeps_what_there_was(home):
-    # A limit on the size of files stands for a disk that fills up during the save. (The storage layer's own threads
-    # complain at length; the sentence comes last.)
+    # A limit on the size of files stands for a disk that fills up during the save. (The storage layer's own
+    # threads complain at length.)
     code = (
         "import resource, runpy, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
@@ -174,7 +177,9 @@ def test_a_disk_that_fills_up_keeps_what_there_was(home):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240, env=environment
     )
     assert result.returncode == 1
-    assert "error: the checkpoint of step 6 could not be written" in result.stderr
+    (sentence,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert sentence.startswith("error: the checkpoint of step 6 could not be written")
+    assert "File too large. The one of step 4 is kept. Free some space" in sentence
     assert "The one of step 4 is kept" in result.stderr
     again = script("train", home / "tiny.toml", "--run", home / "run", "--train.steps", 6)
     assert again.returncode == 0, again.stderr

@@ -1,6 +1,18 @@
 """What is done with a trained model: text and losses."""
 
+from ldm_jax.infer.completion import Completion, complete
 from ldm_jax.infer.evaluation import Evaluation, make_evaluate
 from ldm_jax.infer.generation import generate
+from ldm_jax.infer.memory_figures import MemoryFigures, make_memory_figures
+from ldm_jax.infer.sampling import Sampling
 
-__all__ = ["Evaluation", "generate", "make_evaluate"]
+__all__ = [
+    "Completion",
+    "Evaluation",
+    "MemoryFigures",
+    "Sampling",
+    "complete",
+    "generate",
+    "make_evaluate",
+    "make_memory_figures",
+]

@@ -10,39 +10,66 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.nn import Transformer
+from ldm_jax.data import Batch
+from ldm_jax.nn import Transformer, target_weights
 
 
 class Evaluation(NamedTuple):
-    """A mean over windows."""
+    """A mean over the targets of windows."""
 
     loss: float
     """Nats per token."""
     standard_error: float
     """Of the loss, from its spread over windows; nats per token."""
+    bytes_per_token: float = 1.0
+    """Of the text, on average."""
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits; a token is a byte."""
-        return self.loss / math.log(2)
+        """The loss in bits, by byte of text."""
+        return self.loss / math.log(2) / self.bytes_per_token
+
+    @property
+    def perplexity(self) -> float:
+        """`exp(loss)`, by token."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def __str__(self) -> str:
+        """All of it, with standard errors."""
+        relative = self.standard_error / self.loss  # of what is proportional to the loss
+        return (
+            f"{self.loss:.4f} +- {self.standard_error:.4f} nats a token, perplexity {self.perplexity:.2f} +- "
+            f"{self.perplexity * self.standard_error:.2f}, {self.bits_per_byte:.4f} +- "
+            f"{self.bits_per_byte * relative:.4f} bits a byte"
+        )
 
 
 def make_evaluate(
-    graph: nnx.GraphDef[Transformer], batch_size: int
-) -> Callable[[object, Int[np.ndarray, "windows T_and_next"]], Evaluation]:
-    """A function of the parameters and of windows `[windows, T + 1]`; it computes `batch_size` of them at a time."""
+    graph: nnx.GraphDef[Transformer], batch_size: int, bytes_per_token: float = 1.0
+) -> Callable[[object, Batch], Evaluation]:
+    """A function of the parameters and of windows; it computes `batch_size` of them at a time."""
 
     @jax.jit
-    def losses(params: object, windows: Int[Array, "b T_and_next"]) -> Float[Array, " b"]:
-        return jnp.mean(nnx.merge(graph, params).token_losses(windows[:, :-1], windows[:, 1:]), axis=1)
+    def sums(
+        params: object, tokens: Int[Array, "b T_and_next"], segments: Int[Array, "b T_and_next"] | None
+    ) -> tuple[Float[Array, " b"], Float[Array, " b"]]:
+        inside = None if segments is None else segments[:, :-1]
+        losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], inside).cross_entropy
+        weights = target_weights(tokens, segments)
+        return jnp.sum(weights * losses, axis=1), jnp.sum(weights, axis=1)
 
-    def evaluate(params: object, windows: Int[np.ndarray, "windows T_and_next"]) -> Evaluation:
-        count = len(windows)
+    def evaluate(params: object, windows: Batch) -> Evaluation:
+        count = len(windows.tokens)
         size = min(batch_size, count)
-        padded = np.concatenate([windows, np.repeat(windows[:1], -count % size, axis=0)])
-        parts = [losses(params, jnp.asarray(part)) for part in padded.reshape(-1, size, padded.shape[1])]
-        every = np.concatenate([np.asarray(part, np.float64) for part in parts])[:count]
-        error = float(np.std(every, ddof=1) / math.sqrt(count)) if count > 1 else math.inf
-        return Evaluation(float(np.mean(every)), error)
+        padding = -count % size
+        padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[:1], padding, axis=0)]), windows)
+        parts = [
+            sums(params, *jax.tree.map(lambda x, start=start: jnp.asarray(x[start : start + size]), padded))
+            for start in range(0, count, size)
+        ]
+        total, targets = (np.concatenate([np.asarray(part[i], np.float64) for part in parts])[:count] for i in (0, 1))
+        loss = float(total.sum() / targets.sum())
+        spread = math.sqrt(np.sum((total - loss * targets) ** 2) * count / (count - 1)) if count > 1 else math.inf
+        return Evaluation(loss, spread / float(targets.sum()), bytes_per_token)
 
     return evaluate

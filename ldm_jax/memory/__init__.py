@@ -5,7 +5,7 @@ Imports no flax and knows no mesh, file or training step. Groups and batch are `
 
 from ldm_jax.memory.additive import additive_write, delta_write
 from ldm_jax.memory.depth_loop import depth_memory_loop
-from ldm_jax.memory.depth_scan import Backward, depth_scan
+from ldm_jax.memory.depth_scan import Backward, depth_map, depth_scan
 from ldm_jax.memory.dual import dual_read, dual_weights
 from ldm_jax.memory.fused import undo_write, write_read
 from ldm_jax.memory.observation import Observation
@@ -25,6 +25,7 @@ __all__ = [
     "Observation",
     "additive_write",
     "delta_write",
+    "depth_map",
     "depth_memory_loop",
     "depth_scan",
     "dual_read",

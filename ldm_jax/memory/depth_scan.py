@@ -73,10 +73,10 @@ def depth_scan(
         raise ValueError("layers has a scalar leaf, but every leaf must have a leading depth axis.")
     match Backward(backward):
         case Backward.STORED:
-            return _run(step, state, layers, scan)[0]
+            return _forward(step, state, layers, scan)[0]
         case Backward.RECOMPUTED:
             body = jax.checkpoint(lambda layer, state: step(layer, state)[0], prevent_cse=not scan, policy=policy)
-            return _run(lambda layer, state: (body(layer, state), None), state, layers, scan)[0]
+            return _forward(lambda layer, state: (body(layer, state), None), state, layers, scan)[0]
         case Backward.UNDONE:
             if undo is None:
                 raise ValueError("backward is undone, but there is no undo: pass one, or take recomputed.")
@@ -92,7 +92,13 @@ def depth_scan(
                 ) from error
 
 
-def _run(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]:
+def depth_map(step: Step, state: Any, layers: Any, *, scan: bool = True) -> tuple[Any, Any]:
+    """The state after all layers, and what every step gave beside it, stacked over depth: for decoding."""
+    state, each = _forward(step, state, layers, scan)
+    return state, each if scan else jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+
+
+def _forward(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]:
     """The final state and what was kept: stacked by a scan, a list without one."""
     if scan:
         return jax.lax.scan(lambda state, layer: step(layer, state), state, layers)

@@ -1,6 +1,7 @@
 """The transformer: thin flax modules over JAX functions."""
 
-from ldm_jax.nn.parameters import Params, count_parameters, init_params, model_graph
+from ldm_jax.nn.loss import target_weights
+from ldm_jax.nn.parameters import Params, count_parameters, init_params, model_graph, parts_of
 from ldm_jax.nn.transformer import Transformer
 
-__all__ = ["Params", "Transformer", "count_parameters", "init_params", "model_graph"]
+__all__ = ["Params", "Transformer", "count_parameters", "init_params", "model_graph", "parts_of", "target_weights"]

@@ -1,14 +1,35 @@
 """Causal self-attention with rotary positions, grouped queries, and normalised queries and keys if asked for."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ldm_jax.config import AttentionImplementation, ModelConfig
+from ldm_jax.nn.cache import KeyValues, Places, write_key_values
 from ldm_jax.nn.initializers import branch_output
 from ldm_jax.nn.rope import rotate
 from ldm_jax.typing import Hidden
+
+
+class Documents(NamedTuple):
+    """The documents that a window is packed of. A token sees its own only."""
+
+    positions: Int[Array, "B T"]
+    """In the document, counted from 0."""
+    same: Bool[Array, "B 1 T T"]
+    """Whether two tokens are of one document."""
+
+
+def make_documents(segments: Int[Array, "B T"]) -> Documents:
+    """From the number of every token's document. A document's tokens stand together."""
+    place = jnp.arange(segments.shape[1])
+    first = jnp.concatenate([jnp.full_like(segments[:, :1], True), segments[:, 1:] != segments[:, :-1]], axis=1)
+    start = jax.lax.cummax(jnp.where(first.astype(bool), place, 0), axis=1)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return Documents(place - start, same)
 
 
 class Attention(nnx.Module):
@@ -25,20 +46,42 @@ class Attention(nnx.Module):
         self.query_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None
         self.key_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None
 
-    def __call__(self, x: Hidden) -> Hidden:
-        """The attention's output `[B, T, D]`; position t sees positions up to t."""
+    def __call__(self, x: Hidden, documents: Documents | None = None) -> Hidden:
+        """The attention's output `[B, T, D]`; position t sees positions up to t, of its own document if there are."""
+        query, key, value = self._project(x, None if documents is None else documents.positions)
+        mask = None if documents is None else documents.same
+        return self._merge(self._mix(query, key, value, mask, is_causal=True))
+
+    def decode(self, x: Hidden, cache: KeyValues, places: Places) -> tuple[Hidden, KeyValues]:
+        """The output of new tokens `[B, T, D]` that see those of the cache, and the cache with them."""
+        query, key, value = self._project(x, places.positions)
+        cache = write_key_values(cache, KeyValues(key, value), places)
+        if self.config.attention is AttentionImplementation.LOCAL:
+            return self._merge(self._mix(query, key, value, None, is_causal=True)), cache
+        mixed = self._mix(query, cache.key, cache.value, places.visible[:, None], is_causal=False)
+        return self._merge(mixed), cache
+
+    def _project(
+        self, x: Hidden, positions: Int[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T J C"], Float[Array, "B T J C"]]:
         config = self.config
         query, key, value = (
             project(x).reshape(*x.shape[:-1], -1, config.head_dim) for project in (self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, config.rope_base), rotate(key, config.rope_base)
-        mixed = self._mix(query, key, value)
-        return self.out(mixed.reshape(*x.shape[:-1], -1))
+        return rotate(query, config.rope_base, positions), rotate(key, config.rope_base, positions), value
+
+    def _merge(self, mixed: Float[Array, "B T H C"]) -> Hidden:
+        return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
     def _mix(
-        self, query: Float[Array, "B T H C"], key: Float[Array, "B T J C"], value: Float[Array, "B T J C"]
+        self,
+        query: Float[Array, "B T H C"],
+        key: Float[Array, "B W J C"],
+        value: Float[Array, "B W J C"],
+        mask: Bool[Array, "B 1 T W"] | None,
+        is_causal: bool,
     ) -> Float[Array, "B T H C"]:
         match self.config.attention:
             case AttentionImplementation.LOCAL:
@@ -47,5 +90,5 @@ class Attention(nnx.Module):
                 return value * jax.nn.sigmoid(score)
             case implementation:
                 return jax.nn.dot_product_attention(
-                    query, key, value, is_causal=True, implementation=implementation.value
+                    query, key, value, mask=mask, is_causal=is_causal, implementation=implementation.value
                 )

@@ -8,7 +8,8 @@ from jaxtyping import Array
 
 from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, make_layer
-from ldm_jax.nn.attention import Attention
+from ldm_jax.nn.attention import Attention, Documents
+from ldm_jax.nn.cache import KeyValues, Places
 from ldm_jax.nn.mlp import MLP
 from ldm_jax.typing import Hidden
 
@@ -16,15 +17,15 @@ from ldm_jax.typing import Hidden
 class Sublayer(nnx.Module):
     """`x, state <- read(state); state <- write(state, f(norm(x)))`."""
 
-    def __init__(self, function: Callable[[Hidden], Hidden], mixer: MixerLayer, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, function: Callable[..., Hidden], mixer: MixerLayer, config: ModelConfig, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.function = function
         self.mixer = mixer
 
-    def __call__(self, state: MixerState) -> tuple[MixerState, Any]:
-        """The mixer's state after the sublayer, and what undoing its write needs."""
+    def __call__(self, state: MixerState, *inputs: Any) -> tuple[MixerState, Any]:
+        """The mixer's state after the sublayer, and what undoing its write needs; `f` is given the inputs, too."""
         x, state = self.mixer.read(state)
-        return self.mixer.write(state, self.function(self.norm(x)))
+        return self.mixer.write(state, self.function(self.norm(x), *inputs))
 
 
 class BlockKept(NamedTuple):
@@ -44,7 +45,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, mixer: MixerConfig, index: int | Array, *, rngs: nnx.Rngs):
         mixer_rngs = nnx.Rngs(rngs.mixer())
 
-        def sublayer(function: Callable[[Hidden], Hidden], last: bool) -> Sublayer:
+        def sublayer(function: Callable[..., Hidden], last: bool) -> Sublayer:
             place = Place(index, last)
             layer = make_layer(mixer, config.width, config.sublayers, place, dtype=config.dtype, rngs=mixer_rngs)
             return Sublayer(function, layer, config, rngs)
@@ -52,12 +53,22 @@ class Block(nnx.Module):
         self.attention = sublayer(Attention(config, rngs=rngs), last=False)
         self.mlp = sublayer(MLP(config, rngs=rngs), last=True)
 
-    def __call__(self, state: MixerState) -> tuple[MixerState, BlockKept]:
+    def __call__(self, state: MixerState, documents: Documents | None = None) -> tuple[MixerState, BlockKept]:
         """The mixer's state after the block, and what `undo` needs."""
         stream = state.stream
-        state, attention = self.attention(state)
+        state, attention = self.attention(state, documents)
         state, mlp = self.mlp(state)
         return state, BlockKept(stream, attention, mlp)
+
+    def decode(self, state: MixerState, cache: KeyValues, places: Places) -> tuple[MixerState, KeyValues]:
+        """The mixer's state of new tokens after the block, and the attention's cache with them."""
+        sublayer = self.attention
+        assert isinstance(sublayer.function, Attention)
+        x, state = sublayer.mixer.read(state)
+        output, cache = sublayer.function.decode(sublayer.norm(x), cache, places)
+        state, _ = sublayer.mixer.write(state, output)
+        state, _ = self.mlp(state)
+        return state, cache
 
     def undo(self, state: MixerState, kept: BlockKept) -> MixerState:
         """The mixer's state before the block, from that after it."""

@@ -1,13 +1,22 @@
 """The loss over a large vocabulary, a chunk of tokens at a time."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int
 
 from ldm_jax.typing import Hidden, Tokens
+
+
+class TokenLosses(NamedTuple):
+    """Of every target, float32."""
+
+    cross_entropy: Float[Array, "*tokens"]
+    """`-log softmax(logits)[target]`, in nats."""
+    log_normaliser: Float[Array, "*tokens"]
+    """`log sum exp(logits)`, whose square a z-loss keeps small (Chowdhery et al., arXiv 2204.02311)."""
 
 
 def chunked_cross_entropy(
@@ -15,8 +24,8 @@ def chunked_cross_entropy(
     targets: Tokens,
     logits: Callable[[Float[Array, "chunk D"]], Float[Array, "chunk S"]],
     chunk: int,
-) -> Float[Array, "B T"]:
-    """`-log softmax(logits(h_t))[target_t]` of every token, in nats, float32.
+) -> TokenLosses:
+    """The losses of every token `[B, T]`.
 
     Logits exist for `chunk` tokens at a time, forward and backward: they are recomputed, not saved. If `chunk` does
     not divide the number of tokens, the last chunk is filled up with tokens that are thrown away.
@@ -34,12 +43,22 @@ def chunked_cross_entropy(
     labels = jnp.pad(targets.reshape(tokens), (0, padding)).reshape(-1, chunk)
 
     @jax.checkpoint
-    def chunk_losses(h: Float[Array, "chunk D"], label: Int[Array, " chunk"]) -> Float[Array, " chunk"]:
+    def chunk_losses(h: Float[Array, "chunk D"], label: Int[Array, " chunk"]) -> TokenLosses:
         scores = logits(h).astype(jnp.float32)
-        return optax.losses.softmax_cross_entropy_with_integer_labels(scores, label)
+        log_normaliser = jax.nn.logsumexp(scores, axis=-1)
+        return TokenLosses(log_normaliser - jnp.take_along_axis(scores, label[:, None], axis=-1)[:, 0], log_normaliser)
 
     if flat.shape[0] == 1:
         losses = chunk_losses(flat[0], labels[0])
     else:
         losses = jax.lax.map(lambda part: chunk_losses(*part), (flat, labels))
-    return losses.reshape(-1)[:tokens].reshape(targets.shape)
+    return TokenLosses(*(part.reshape(-1)[:tokens].reshape(targets.shape) for part in losses))
+
+
+def target_weights(
+    tokens: Int[Array, "B T_and_next"], segments: Int[Array, "B T_and_next"] | None
+) -> Float[Array, "B T"]:
+    """1 for every target that counts: not for one in another segment than the token before it."""
+    if segments is None:
+        return jnp.ones(tokens[:, 1:].shape, jnp.float32)
+    return (segments[:, 1:] == segments[:, :-1]).astype(jnp.float32)

@@ -36,17 +36,22 @@ def init_params(model: ModelConfig, mixer: MixerConfig, seed: int) -> Params:
     return jax.jit(lambda: nnx.to_pure_dict(nnx.split(_make(model, mixer, seed), nnx.Param)[1]))()
 
 
-def count_parameters(params: Any) -> dict[str, int]:
-    """The number of parameters by part: `embedding` (an untied head included), `blocks`, `memory`.
+def parts_of(params: Any) -> dict[str, list[Any]]:
+    """The leaves by part: `embedding` (an untied head included), `blocks`, `mixer`.
 
-    `memory` is all that the mixer learns, in the blocks and at the ends. The final norm counts to the blocks.
+    `mixer` is all that the mixer learns, in the blocks and at the ends. The final norm counts to the blocks.
 
     Args:
-        params: the model's parameters as nested dictionaries.
+        params: the model's parameters, or something of their structure, as nested dictionaries.
     """
-    counts = {"embedding": 0, "blocks": 0, "mixer": 0}
+    parts: dict[str, list[Any]] = {"embedding": [], "blocks": [], "mixer": []}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [part.key for part in path]
         part = "mixer" if "mixer" in names else "embedding" if names[0] in ("embed", "head") else "blocks"
-        counts[part] += leaf.size
-    return counts
+        parts[part].append(leaf)
+    return parts
+
+
+def count_parameters(params: Any) -> dict[str, int]:
+    """The number of parameters by part; see `parts_of`."""
+    return {part: sum(leaf.size for leaf in leaves) for part, leaves in parts_of(params).items()}

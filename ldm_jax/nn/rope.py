@@ -1,18 +1,22 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), halves rotated against each other."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
-def rotate(x: Float[Array, "B T H C"], base: float) -> Float[Array, "B T H C"]:
+def rotate(
+    x: Float[Array, "B T H C"], base: float, positions: Int[Array, "#B T"] | None = None
+) -> Float[Array, "B T H C"]:
     """Rotates the pair `(x_c, x_{c + C/2})` at position `t` by `t * base^(-2c/C)` radians.
 
     Dot products of two rotated vectors depend on the distance of their positions only. Angles are float32; the result
-    has the type of `x`. C is even.
+    has the type of `x`. C is even. Without positions they are 0, 1, 2, and so on.
     """
+    if positions is None:
+        positions = jnp.arange(x.shape[1])[None]
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies  # [T, C/2]
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    angles = positions.astype(jnp.float32)[:, :, None] * frequencies  # [B, T, C/2]
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

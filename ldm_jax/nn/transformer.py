@@ -3,13 +3,15 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ldm_jax.config import ModelConfig, Remat
-from ldm_jax.memory.depth_scan import depth_scan
+from ldm_jax.memory.depth_scan import depth_map, depth_scan
 from ldm_jax.mixers import MixerConfig, MixerState, make_ends
+from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Block
-from ldm_jax.nn.loss import chunked_cross_entropy
+from ldm_jax.nn.cache import Cache, next_places
+from ldm_jax.nn.loss import TokenLosses, chunked_cross_entropy
 from ldm_jax.typing import Hidden, Logits, Scalar, Tokens
 
 
@@ -35,9 +37,30 @@ class Transformer(nnx.Module):
         untied = None if config.tied else nnx.Linear(width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
         self.head = untied
 
-    def hidden(self, tokens: Tokens) -> Hidden:
-        """What the head is given: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type."""
-        return self.norm(self.mixer.finish(self._apply_blocks(self.mixer.start(self.embedding(tokens)))))
+    def hidden(self, tokens: Tokens, segments: Int[Array, "B T"] | None = None) -> Hidden:
+        """What the head is given: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type.
+
+        With segments, the number of each token's document, a token sees its own document only, and positions count
+        from that document's first token in the window.
+        """
+        documents = None if segments is None else make_documents(segments)
+        state = self._apply_blocks(self.mixer.start(self.embedding(tokens)), documents)
+        return self.norm(self.mixer.finish(state))
+
+    def decode(self, tokens: Tokens, cache: Cache) -> tuple[Hidden, Cache]:
+        """What the head is given of new tokens `[B, T]`, which follow those of the cache; and the cache with them.
+
+        As many tokens as places are empty in the cache, or one; see `next_places`.
+        """
+        places = next_places(cache, tokens.shape[1])
+        state, layers = depth_map(
+            lambda layer, state: layer[0].decode(state, layer[1], places),
+            self.mixer.start(self.embedding(tokens)),
+            (self.blocks, cache.layers),
+            scan=self.config.scan,
+        )
+        hidden = self.norm(self.mixer.finish(state))
+        return hidden, cache._replace(layers=layers, length=cache.length + tokens.shape[1])
 
     def embedding(self, tokens: Tokens) -> Hidden:
         """What the mixer starts from, `[B, T, D]` in the compute type."""
@@ -52,19 +75,19 @@ class Transformer(nnx.Module):
         """Scores of the next token at every position, `[B, T, S]`, float32."""
         return self.logits(self.hidden(tokens)).astype(jnp.float32)
 
-    def token_losses(self, tokens: Tokens, targets: Tokens) -> Float[Array, "B T"]:
-        """Cross-entropy of every target in nats, float32; the logits are never whole in memory."""
-        return chunked_cross_entropy(self.hidden(tokens), targets, self.logits, self.config.loss_chunk)
+    def token_losses(self, tokens: Tokens, targets: Tokens, segments: Int[Array, "B T"] | None = None) -> TokenLosses:
+        """Of every target; the logits are never whole in memory. Segments as in `hidden`."""
+        return chunked_cross_entropy(self.hidden(tokens, segments), targets, self.logits, self.config.loss_chunk)
 
     def loss(self, tokens: Tokens, targets: Tokens) -> Scalar:
-        """The mean of `token_losses`."""
-        return jnp.mean(self.token_losses(tokens, targets))
+        """The mean cross-entropy in nats, float32."""
+        return jnp.mean(self.token_losses(tokens, targets).cross_entropy)
 
-    def _apply_blocks(self, state: MixerState) -> MixerState:
+    def _apply_blocks(self, state: MixerState, documents: Documents | None = None) -> MixerState:
         config = self.config
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat is Remat.DOTS else None
         return depth_scan(
-            lambda block, state: block(state),
+            lambda block, state: block(state, documents),
             state,
             self.blocks,
             backward=self.backward,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, DataConfig, ModelConfig, TrainConfig
+from ldm_jax.data import Batch
 from ldm_jax.memory import Backward, Observation
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.mixers.memory_form import Recurrent
@@ -160,9 +161,8 @@ def step_rows(
     """
     all_subjects = [preln(way) for way in dict.fromkeys(preln(way).backward for way in ways)]
     all_subjects += subjects(ways, forms, key_dims)
-    tokens = jax.random.randint(
-        jax.random.key(0), (CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1), 0, 256, jnp.int32
-    )
+    tokens = np.random.default_rng(0).integers(256, size=(CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1))
+    batch = Batch(tokens.astype(np.int32), None)
 
     def runner(subject: Subject) -> Callable[[], Any]:
         config = subject.config(CPU_SIZE, depth)
@@ -170,7 +170,7 @@ def step_rows(
 
         def run() -> Any:
             nonlocal state
-            state, metrics = step(state, tokens)
+            state, metrics = step(state, batch)
             return metrics
 
         return run

@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
 from ldm_jax.config import Config
 from ldm_jax.data import load_data
 from ldm_jax.report.bench import Row
@@ -24,7 +22,7 @@ def loader_rows(config: Config, repetitions: int) -> Iterator[Row]:
     """
     batch_size, seed = config.train.batch_size, config.train.seed
     batches = load_data(config.data, config.model.vocabulary).batches(0, batch_size, seed)
-    tokens = jnp.asarray(next(batches).tokens)
+    batch = next(batches)
     step, state = make_train_step(config), make_state(config)
 
     def read() -> None:
@@ -33,7 +31,7 @@ def loader_rows(config: Config, repetitions: int) -> Iterator[Row]:
 
     def train() -> Any:
         nonlocal state
-        state, metrics = step(state, tokens)
+        state, metrics = step(state, batch)
         return metrics
 
     reading, training = (statistics.median(times) for times in alternating([read, train], repetitions))

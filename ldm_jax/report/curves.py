@@ -1,9 +1,12 @@
-"""Curves of runs, drawn from their metrics."""
+"""Curves of runs, drawn from their metrics. Readable without colour."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ldm_jax.errors import UserError
@@ -11,43 +14,102 @@ from ldm_jax.train.metrics import read_metrics
 
 LINES = ("-", "--", ":", "-.")
 
+Rows = list[dict[str, Any]]
+
+FIGURES = {
+    "forgetting": "forgetting of a write",
+    "gain": "read gain",
+    "gate": "read gate",
+    "importance": "importance of a write",
+    "log10_condition": "log10 of P's condition number",
+}
+
 
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
-    """Training and validation loss of runs by tokens seen, in one picture; the file's ending says which format.
+    """Loss, gradient norm, learning rate and speed of runs by tokens seen; the file's ending says which format.
 
-    The training loss, one batch a point, is drawn thin; the validation loss is marked. Readable without colour.
+    The training loss, one batch a point, is drawn thin; the validation loss is marked.
 
     Raises:
         UserError: a folder holds no metrics, or the picture cannot be written.
     """
     matplotlib.use("agg")
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    grid = figure.add_gridspec(3, 2, width_ratios=(2, 1))
+    loss = figure.add_subplot(grid[:, 0])
+    others = {
+        "grad_norm": (figure.add_subplot(grid[0, 1]), "gradient norm"),
+        "learning_rate": (figure.add_subplot(grid[1, 1]), "learning rate"),
+        "tokens_per_second": (figure.add_subplot(grid[2, 1]), "tokens a second"),
+    }
     for index, run in enumerate(runs):
-        rows = read_metrics(run / "metrics.jsonl")
-        training = [row for row in rows if "loss" in row]
-        if not training:
-            raise UserError(f"{run} holds no metrics: give a folder that scripts/train.py has written.")
-        tokens_per_step = training[0]["tokens"] / training[0]["step"]
-        validation = [row for row in rows if "validation_loss" in row]
-        name, colour, line = run.name or str(run), f"C{index}", LINES[index % len(LINES)]
-        x = [row["tokens"] for row in training]
-        axes.plot(x, [row["loss"] for row in training], line, color=colour, linewidth=0.7, alpha=0.6)
-        axes.plot(
-            [row["step"] * tokens_per_step for row in validation],
-            [row["validation_loss"] for row in validation],
-            line,
-            marker="osD^v"[index % 5],
-            color=colour,
-            linewidth=1.8,
-            label=f"{name}: validation"
-            + (f", {validation[-1]['validation_bits_per_byte']:.3f} bits a byte at the end" if validation else ""),
-        )
-    axes.set_xlabel("tokens seen")
-    axes.set_ylabel("loss (nats a token)")
-    axes.set_title("Training loss (thin, one batch a point) and validation loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        rows = _training_rows(run)
+        line, colour = LINES[index % len(LINES)], f"C{index}"
+        _plot_losses(loss, run, rows, index)
+        for name, (axes, _) in others.items():
+            axes.plot(*_curve(rows, name), line, color=colour, linewidth=0.8)
+    for axes, title in [*others.values(), (loss, "training loss (thin, one batch a point) and validation loss")]:
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("tokens seen")
+        axes.grid(alpha=0.3)
+    others["grad_norm"][0].set_yscale("log")
+    loss.set_ylabel("loss (nats a token)")
+    loss.legend()
+    _save(figure, file)
+
+
+def plot_memory(run: Path, file: Path) -> bool:
+    """Forgetting, gains, gates, importance and conditioning by sublayer and step, means over groups, as heat maps.
+
+    Returns whether there is anything to draw: only a depth memory logs them.
+
+    Raises:
+        UserError: a folder holds no metrics, or the picture cannot be written.
+    """
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if set(FIGURES) <= set(row)]
+    if not rows:
+        return False
+    matplotlib.use("agg")
+    figure = Figure(figsize=(4 * len(FIGURES), 4), layout="constrained")
+    steps = [row["step"] for row in rows]
+    ticks = sorted({0, len(steps) // 2, len(steps) - 1})
+    for axes, (name, title) in zip(figure.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
+        values = np.array([row[name] for row in rows]).mean(axis=-1).T  # [N, steps]
+        image = axes.imshow(values, aspect="auto", cmap="Greys", interpolation="nearest")
+        axes.set_xticks(ticks, [steps[tick] for tick in ticks])
+        axes.set_xlabel("step")
+        axes.set_ylabel("sublayer")
+        axes.set_title(title, fontsize=10)
+        figure.colorbar(image, ax=axes)
+    figure.suptitle(f"The depth memory of {run.name or run}, means over groups")
+    _save(figure, file)
+    return True
+
+
+def _training_rows(run: Path) -> Rows:
+    rows = read_metrics(run / "metrics.jsonl")
+    if not any("loss" in row for row in rows):
+        raise UserError(f"{run} holds no metrics: give a folder that scripts/train.py has written.")
+    return rows
+
+
+def _curve(rows: Rows, name: str) -> tuple[list[Any], list[Any]]:
+    """Tokens seen, and the values logged there."""
+    found = [(row["tokens"], row[name]) for row in rows if name in row and "tokens" in row]
+    return [tokens for tokens, _ in found], [value for _, value in found]
+
+
+def _plot_losses(axes: Axes, run: Path, rows: Rows, index: int) -> None:
+    name, colour, line = run.name or str(run), f"C{index}", LINES[index % len(LINES)]
+    axes.plot(*_curve(rows, "loss"), line, color=colour, linewidth=0.7, alpha=0.6)
+    label, bits = f"{name}: validation", _curve(rows, "validation_bits_per_byte")[1]
+    if bits:
+        label += f", {bits[-1]:.3f} bits a byte at the end"
+    marker = "osD^v"[index % 5]
+    axes.plot(*_curve(rows, "validation_loss"), line, marker=marker, color=colour, linewidth=1.8, label=label)
+
+
+def _save(figure: Figure, file: Path) -> None:
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:

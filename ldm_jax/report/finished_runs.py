@@ -30,7 +30,7 @@ class Run:
     @property
     def learning_rate(self) -> float:
         """The highest rate."""
-        return self.config.train.learning_rate
+        return self.config.optimizer.learning_rate
 
     @property
     def seed(self) -> int:
@@ -54,8 +54,9 @@ class Run:
 
 def make_run(method: str, config: Config, learning_rate: float, seed: int) -> Run:
     """The run of a method's config at this rate and seed."""
-    train = dataclasses.replace(config.train, learning_rate=learning_rate, seed=seed)
-    return Run(method, dataclasses.replace(config, train=train))
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=learning_rate)
+    train = dataclasses.replace(config.train, seed=seed)
+    return Run(method, dataclasses.replace(config, optimizer=optimizer, train=train))
 
 
 @dataclass(frozen=True)

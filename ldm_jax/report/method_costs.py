@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from ldm_jax.config import Config
+from ldm_jax.data import Batch
 from ldm_jax.nn import count_parameters, init_params
 from ldm_jax.report.compiled import compile_gradient, costs, temporary_bytes
 from ldm_jax.report.timing import alternating
@@ -62,11 +63,11 @@ def _compiled_costs(config: Config) -> dict[str, Any]:
 
 def _stepper(config: Config) -> Callable[[], Any]:
     step, state = make_train_step(config), make_state(config)
-    tokens = jnp.zeros((config.train.batch_size, config.data.context + 1), jnp.int32)
+    batch = Batch(np.zeros((config.train.batch_size, config.data.context + 1), np.int32), None)
 
     def run() -> Any:
         nonlocal state
-        state, metrics = step(state, tokens)
+        state, metrics = step(state, batch)
         return metrics
 
     return run

@@ -1,6 +1,6 @@
 """Training on one machine."""
 
-from ldm_jax.train.loop import train
+from ldm_jax.train.run import train
 from ldm_jax.train.step import StepMetrics, TrainState, make_state, make_train_step
 from ldm_jax.train.trained import TrainedRun, load_run
 

@@ -1,92 +1,175 @@
-"""Checkpoints of a run: written whole or not at all."""
+"""Checkpoints of a run: written beside the training, whole or not at all, and checked when they are read."""
 
+import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from ldm_jax.errors import UserError
+from ldm_jax.train.fingerprint import fingerprint
 from ldm_jax.train.step import TrainState
 
 SPARE_BYTES = 2_000_000  # beside the arrays: their index, their metadata, the metrics
 
 
 class Progress(NamedTuple):
-    """What a run knows beside the training state."""
+    """What a checkpoint holds beside the training state. All of it is numbers and text."""
 
+    windows: int
+    """Training windows consumed: the position in the data, whatever the batch size and the number of hosts."""
     seconds: float
     """Time spent, over all starts."""
     corpus: str
-    """Fingerprint of the corpus."""
+    """Fingerprint of the corpora."""
+    config: str
+    """The whole config, as TOML."""
+    tokenizer: dict[str, str]
+    """The tokeniser's files, by name."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder, one subfolder a step; the latest `keep` are kept."""
+    """The checkpoints in a folder, one subfolder a step: the latest `keep`, and every step that `keep_every` divides.
 
-    def __init__(self, folder: Path, keep: int):
-        self._folder = folder
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    One is written by other threads while training goes on. What goes wrong is returned as a sentence, so that training
+    need not end for it.
+    """
+
+    def __init__(self, folder: Path, keep: int, keep_every: int | None = None):
+        self._folder = folder.absolute()
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
+        )
+        logging.getLogger("absl").addFilter(_no_storage_error)
+        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        self._saving: int | None = None
 
     def latest_step(self) -> int | None:
-        """The step of the newest whole checkpoint, or None."""
+        """The step of the newest checkpoint that was written to its end, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, progress: Progress) -> None:
-        """Writes a checkpoint; when this returns, it is whole.
+    def save(self, step: int, state: TrainState, progress: Progress) -> str | None:
+        """Starts to write a checkpoint, after a `wait` for the one before; the state may change at once.
 
-        Raises:
-            UserError: it could not be written, for example because the disk is full; earlier ones are untouched.
+        Returns why it cannot be written, as a sentence, or None. What was written earlier is untouched.
         """
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state._asdict()),  # pyright: ignore[reportCallIssue]
-            progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
-        )
         try:
             self._check_space(state)
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(_saved(state)),  # pyright: ignore[reportCallIssue]
+                progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
+                fingerprint=ocp.args.JsonSave(_fingerprint(state)),  # pyright: ignore[reportCallIssue]
+            )
             if not self._manager.save(step, args=items):
                 raise OSError(f"the folder has a checkpoint of step {self.latest_step()} already")
+            self._saving = step
         except Exception as error:  # the storage layer raises types of its own
-            kept = self.latest_step()
-            raise UserError(
-                f"the checkpoint of step {step} could not be written to {self._folder}: {_first_line(error)} "
-                + ("There is no earlier one." if kept is None else f"The one of step {kept} is kept.")
-                + " Free some space and start again with the same command."
-            ) from error
+            return self._failed(step, error)
+        return None
+
+    def wait(self) -> str | None:
+        """Waits until the last checkpoint is written. Returns why it could not be, or None."""
+        step, self._saving = self._saving, None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            return self._failed(step, error)
+        return None
+
+    def _failed(self, step: int | None, error: Exception) -> str:
+        for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._manager.reload()  # it counts the failed one among those that there are
+        kept = self.latest_step()
+        return f"the checkpoint of step {step} could not be written to {self._folder}: {_reason(error)} " + (
+            "There is no earlier one." if kept is None else f"The one of step {kept} is kept."
+        )
 
     def _check_space(self, state: TrainState) -> None:
-        # Asked beforehand, because the storage layer's threads fill the screen when a write of theirs fails.
+        # Asked beforehand: a write that fails halfway has cost its time.
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + SPARE_BYTES
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise OSError(f"it needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB left")
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, Progress]:
-        """The state and progress of a step, with the shapes and types of `like`.
+    def restore_latest(self, like: TrainState) -> tuple[TrainState, Progress, list[str]] | None:
+        """The state and progress of the newest checkpoint that is whole; None if there is no checkpoint at all.
+
+        One that cannot be read, or whose arrays are not those that were written, is passed over: its folder gets
+        another name, and a sentence for it is among those returned.
+
+        Args:
+            like: a state of the shapes and types wanted.
 
         Raises:
-            UserError: the checkpoint cannot be read, or is of another model.
+            UserError: there are checkpoints, but none is whole or of this model.
         """
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        warnings: list[str] = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                state, progress = self._restore(step, like)
+            except Exception as error:
+                warnings.append(f"the checkpoint of step {step} in {self._folder} is damaged: {_reason(error)}")
+            else:
+                self._put_aside(later_than=step)
+                return state, progress, warnings
+        if warnings:
+            raise UserError(
+                f"no checkpoint in {self._folder} can be read. {warnings[0]} Restore one, or give another --run."
+            )
+        return None
+
+    def _restore(self, step: int, like: TrainState) -> tuple[TrainState, Progress]:
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(like))
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(target),  # pyright: ignore[reportCallIssue]
             progress=ocp.args.JsonRestore(),
+            fingerprint=ocp.args.JsonRestore(),
         )
-        try:
-            restored = self._manager.restore(step, args=items)
-        except Exception as error:
-            raise UserError(
-                f"the checkpoint of step {step} in {self._folder} cannot be read: {_first_line(error)} "
-                "Remove its folder to go on from the one before."
-            ) from error
-        return TrainState(**restored["state"]), Progress(**restored["progress"])
+        restored = self._manager.restore(step, args=items)
+        state = like._replace(**restored["state"])
+        if _fingerprint(state) != restored["fingerprint"]:
+            raise ValueError("its arrays are not those that were written")
+        expected, found = (jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in (like, state))
+        assert found == expected, "a restored array has another type"
+        return state, Progress(**restored["progress"])
+
+    def _put_aside(self, later_than: int) -> None:
+        """Renames the folders of damaged checkpoints, so that their steps can be saved again."""
+        for step in self._manager.all_steps():
+            if step > later_than:
+                folder = self._folder / str(step)
+                folder.rename(folder.with_name(f"{step}.damaged{len(list(self._folder.glob('*.damaged*'))) or ''}"))
+        self._manager.reload()
 
     def close(self) -> None:
         """Ends the manager's threads."""
         self._manager.close()
 
 
-def _first_line(error: BaseException) -> Any:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".") + "."
+def _saved(state: TrainState) -> dict[str, Any]:
+    return {name: part for name, part in state._asdict().items() if part is not None}
+
+
+def _fingerprint(state: TrainState) -> dict[str, list[int]]:
+    return {"leaves": np.asarray(fingerprint(_saved(state))).tolist()}
+
+
+def _no_storage_error(record: logging.LogRecord) -> bool:
+    """The storage layer logs pages about an error that it raises, too: we say it in a sentence."""
+    return not (record.levelno >= logging.ERROR and "orbax" in record.pathname)
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, short: the storage layer's text names every layer that it went through."""
+    text = str(error).strip()
+    found = re.search(r": ([^:\[\]]+) \[os_error_code=", text)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    elif found is not None:
+        text = found[1]
+    return (text.splitlines() or [type(error).__name__])[0][:300].rstrip(".") + "."

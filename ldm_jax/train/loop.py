@@ -1,74 +1,43 @@
-"""Training: from a config and a folder to a trained model, resumable at every checkpoint."""
+"""The loop over steps, with what is logged, validated and saved between them."""
 
 import contextlib
 import math
 import time
-from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from ldm_jax.config import AttentionImplementation, Config
-from ldm_jax.config_file import config_to_toml
-from ldm_jax.data import ByteTokenizer, Data, load_data
+from ldm_jax.config import Config
+from ldm_jax.data import Data
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
-from ldm_jax.infer import generate, make_evaluate
-from ldm_jax.mixers import Form, MixerKind
-from ldm_jax.nn import count_parameters, model_graph
+from ldm_jax.infer import make_evaluate, make_memory_figures
+from ldm_jax.mixers import MixerKind
+from ldm_jax.nn import model_graph
 from ldm_jax.train.checkpoints import Checkpoints, Progress
-from ldm_jax.train.metrics import MetricsFile
+from ldm_jax.train.metrics import MetricsFile, Row
 from ldm_jax.train.progress import ProgressLine
 from ldm_jax.train.run_directory import RunDirectory
-from ldm_jax.train.step import StepMetrics, TrainState, make_state, make_train_step
+from ldm_jax.train.sinks import make_sinks
+from ldm_jax.train.step import StepMetrics, TrainState, make_train_step
+from ldm_jax.train.stop_signal import StopSignal
+from ldm_jax.train.utilisation import device_memory_bytes, model_flops_per_token, peak_flops
+
+FIGURE_TOKENS = 512
+"""Of the first validation window, that a depth memory's figures are averaged over."""
 
 
-def train(config: Config, path: Path, console: Console | None = None) -> TrainState:
-    """Trains until `train.steps` and returns the final state; `path` then holds config, metrics, checkpoints, sample.
+class Unread(NamedTuple):
+    """A step whose metrics are still on the device."""
 
-    A run that `path` holds already goes on from its last checkpoint, to the same bits as if it had not stopped.
-
-    Raises:
-        UserError: the corpus or the folder does not serve, the disk is full, or a loss is not finite.
-    """
-    console = console or Console()
-    if config.model.attention is AttentionImplementation.CUDNN and jax.default_backend() != "gpu":
-        raise UserError(
-            f"model.attention is cudnn, but JAX runs on {jax.default_backend()} here: cuDNN needs an NVIDIA GPU. Set "
-            "model.attention to xla."
-        )
-    mixer = config.mixer
-    if mixer.kind is MixerKind.LDM and mixer.ldm.form is Form.FUSED and jax.default_backend() != "tpu":
-        raise UserError(
-            f"mixer.ldm.form is fused, but JAX runs on {jax.default_backend()} here: its kernel is for TPUs. Set "
-            "mixer.ldm.form to recurrent, which has the same numbers and parameters."
-        )
-    if config.data.separate_documents:
-        raise UserError("data.separate_documents is true, but the model cannot do that yet: set it to false.")
-    data = load_data(config.data, config.model.vocabulary)
-    directory = RunDirectory(path)
-    changes = directory.open(config)
-    with contextlib.closing(directory):
-        if not directory.config_file.exists():
-            directory.store(config)  # before the folder holds anything else, so that it is known for a run
-        checkpoints = Checkpoints(directory.checkpoints, config.train.keep_checkpoints)
-        with contextlib.closing(checkpoints):
-            state, progress = make_state(config), Progress(0.0, data.fingerprint)
-            if (latest := checkpoints.latest_step()) is not None:
-                state, progress = checkpoints.restore(latest, state)
-            _introduce(console, config, path, data, state, progress, changes)
-            if state.step < config.train.steps:
-                directory.store(config)
-                run = _Run(config, directory, checkpoints, data, console, int(state.step), progress.seconds)
-                with contextlib.closing(run.metrics):
-                    state = run.go(state)
-        if isinstance(data.tokenizer, ByteTokenizer):
-            _sample(config, directory, state, console)
-    return state
+    step: int
+    windows: int
+    """Consumed with it."""
+    metrics: StepMetrics
 
 
-class _Run:
+class Loop:
     """The loop. Metrics are read one step late, so that the device never waits for the host."""
 
     def __init__(
@@ -78,132 +47,180 @@ class _Run:
         checkpoints: Checkpoints,
         data: Data,
         console: Console,
-        first: int,
-        seconds: float,
+        progress: Progress,
+        stop: StopSignal,
     ):
-        self.config, self.checkpoints, self.data, self.first = config, checkpoints, data, first
-        self.metrics = MetricsFile(directory.metrics_file, first, config.train.checkpoint_every)
+        self.config, self.directory, self.checkpoints, self.data = config, directory, checkpoints, data
+        self.progress, self.stop = progress, stop
         self.line = ProgressLine(console, config.train.steps)
-        self.tokens_per_step = config.train.batch_size * config.data.context
         at_a_time = config.train.batch_size // config.train.accumulation
-        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), at_a_time)
-        self.validation = data.validation_windows(config.train.validation_windows).tokens
-        self.started = time.monotonic() - seconds
-        self.last_log = first, time.monotonic()
+        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), at_a_time, data.bytes_per_token)
+        self.validation = data.validation_windows(config.train.validation_windows)
+        self.figures = make_memory_figures(config) if config.mixer.kind is MixerKind.LDM else None
+        self.flops_per_token, self.peak_flops = model_flops_per_token(config), peak_flops()
+        self.started = time.monotonic() - progress.seconds
+        self.last_log = 0, time.monotonic()
+        self.resources = contextlib.ExitStack()
+        self.profiling = False
 
-    def go(self, state: TrainState) -> TrainState:
-        config = self.config.train
+    def run(self, state: TrainState) -> TrainState:
+        """Trains until `train.steps`, or until the stop signal. The state that it returns has been saved."""
+        config, log = self.config.train, self.config.log
+        self.first = step = int(state.step)
+        self._open()
         train_step = make_train_step(self.config)
-        batches = self.data.batches(self.first * config.batch_size, config.batch_size, config.seed)
-        unread: tuple[int, StepMetrics] | None = None
+        batches = self.data.batches(self.progress.windows, config.batch_size, config.seed)
+        saved, unread, unsaved = step, None, None
         with self.line:
-            for step in range(self.first + 1, config.steps + 1):
-                state, metrics = train_step(state, jnp.asarray(next(batches).tokens))
+            while step < config.steps and self.stop.name is None:
+                step += 1
+                self._profile(step, state)
+                state, metrics = train_step(state, jax.tree.map(jnp.asarray, next(batches)))
+                self.progress = self.progress._replace(windows=self.progress.windows + config.batch_size)
                 if unread is not None:
-                    self._report(*unread)
-                unread = step, metrics
+                    self._report(unread)
+                unread = Unread(step, self.progress.windows, metrics)
                 validate = step % config.validate_every == 0 or step == config.steps
                 save = step % config.checkpoint_every == 0 or step == config.steps
-                if validate or save:
-                    self._report(*unread)
-                    unread = None
+                figures = self.figures is not None and step % log.memory_every == 0
+                if not (validate or save or figures):
+                    continue
+                self._report(unread)
+                unread = None
+                if figures:
+                    self._log_figures(step, state)
                 if validate:
                     self._validate(step, state)
-                elif save:
-                    self._check_params(step, state)
                 if save:
-                    self.checkpoints.save(step, state, Progress(time.monotonic() - self.started, self.data.fingerprint))
-                if validate or save:
-                    self.last_log = step, time.monotonic()  # their time is not the steps'
+                    unsaved, saved = self._save(step, state, checked=validate), step
+                self.last_log = step, time.monotonic()  # their time is not the steps'
+            if unread is not None:
+                self._report(unread)
+            if saved < step:
+                unsaved = self._save(step, state, checked=False)
+        if (failure := self.checkpoints.wait() or unsaved) is not None:
+            raise UserError(f"{failure} Free some space and start again with the same command.")
         return state
 
-    def _report(self, step: int, metrics: StepMetrics) -> None:
-        """Checks the step and, where it is due, logs it."""
-        loss, grad_norm, rate = (float(metric) for metric in metrics)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._stop(f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}")
+    def _open(self) -> None:
+        self.metrics = MetricsFile(self.directory.metrics_file, self.first, self.config.train.checkpoint_every)
+        self.resources.enter_context(contextlib.closing(self.metrics))
+        self.sinks = make_sinks(self.config, self.directory.path)
+        for sink in self.sinks:
+            self.resources.enter_context(contextlib.closing(sink))
+        self.last_log = self.first, time.monotonic()
+
+    def close(self) -> None:
+        """Closes the files of metrics."""
+        if self.profiling:
+            jax.profiler.stop_trace()
+        self.resources.close()
+
+    def _report(self, unread: Unread) -> None:
+        """Tells of a skipped update, and logs the step where it is due."""
+        step, windows, metrics = jax.device_get(unread)
+        if metrics.skipped:
+            self._report_skip(step, metrics)
         now = time.monotonic()
         since, then = self.last_log
-        if step % self.config.train.log_every and step < self.config.train.steps:
+        if step % self.config.log.every and step < self.config.train.steps:
             if step == self.first + 1:
                 self.last_log = step, now  # from here on nothing is compiled
             return
         seconds_per_step = (now - then) / max(step - since, 1)
+        tokens_per_step = self.config.train.batch_size * self.config.data.context
         row = {
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "tokens": step * self.tokens_per_step,
-            "tokens_per_second": self.tokens_per_step / seconds_per_step,
+            "loss": float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+            **{f"grad_norm_{part}": float(norm) for part, norm in metrics.grad_norms.items()},
+            "update_ratio": float(metrics.update_ratio),
+            "learning_rate": float(metrics.learning_rate),
+            "skipped_updates": int(metrics.skips.total),
+            "tokens": windows * self.config.data.context,
+            "tokens_per_second": tokens_per_step / seconds_per_step,
             "seconds": now - self.started,
+            **self._utilisation(tokens_per_step / seconds_per_step),
         }
-        self.metrics.write(row)
+        self._log({name: value for name, value in row.items() if math.isfinite(value)})
         self.line.show(row, seconds_per_step)
         self.last_log = step, now
 
-    def _stop(self, why: str) -> None:
+    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
+        flops = tokens_per_second * self.flops_per_token
+        peak, memory = self.peak_flops, device_memory_bytes()
+        found = {"model_flops_per_second": flops}
+        if peak is not None:
+            found["model_flops_utilisation"] = flops / peak
+        if memory is not None:
+            found["device_memory_bytes"] = memory
+        return found
+
+    def _report_skip(self, step: int, metrics: StepMetrics) -> None:
+        in_a_row, total = int(metrics.skips.in_a_row), int(metrics.skips.total)
+        why = f"loss {float(metrics.loss):.4g}, gradient {float(metrics.grad_norm):.4g}"
+        self.line.note(f"step {step}: update skipped ({why}); {in_a_row} in a row, {total} in all")
+        if in_a_row >= self.config.train.skips_in_a_row:
+            self._give_up(f"step {step}: the last {in_a_row} updates were skipped ({why})")
+
+    def _give_up(self, why: str) -> None:
+        self.checkpoints.wait()
         kept = self.checkpoints.latest_step()
         raise UserError(
             f"{why}, so the run stops. "
             + (f"The checkpoint of step {kept} is kept." if kept is not None else "There is no checkpoint yet.")
-            + " Lower train.learning_rate or train.clip_norm and start again."
+            + " Lower optimizer.learning_rate or optimizer.clip_norm and start again."
         )
 
-    def _check_params(self, step: int, state: TrainState) -> None:
-        """A finite loss can be followed by a ruinous update: what is saved has to give a finite loss itself."""
-        loss = self.evaluate(state.params, self.validation[: self.config.train.batch_size]).loss
-        if not math.isfinite(loss):
-            self._stop(f"step {step}: the update has made the loss {loss}")
-
     def _validate(self, step: int, state: TrainState) -> None:
-        result = self.evaluate(state.params, self.validation)
+        result = self.evaluate(state.trained, self.validation)
         if not math.isfinite(result.loss):
-            self._stop(f"step {step}: the update has made the validation loss {result.loss}")
-        bits = result.bits_per_byte / self.data.bytes_per_token  # the evaluation's bits are of a token
-        self.metrics.write({"step": step, "validation_loss": result.loss, "validation_bits_per_byte": bits})
+            self._give_up(f"step {step}: the update has made the validation loss {result.loss}")
+        bits = result.bits_per_byte
+        tokens = self.progress.windows * self.config.data.context
+        row = {"step": step, "tokens": tokens, "validation_loss": result.loss, "validation_bits_per_byte": bits}
+        self._log(row)
         self.line.note(f"step {step}: validation loss {result.loss:.4f} nats a token, {bits:.4f} bits a byte")
 
+    def _log_figures(self, step: int, state: TrainState) -> None:
+        assert self.figures is not None
+        figures = self.figures(state.trained, jnp.asarray(self.validation.tokens[:1, :FIGURE_TOKENS]))
+        rounded = {name: jnp.round(each, 5).tolist() for name, each in figures._asdict().items()}
+        self._log({"step": step, **rounded})
 
-def _introduce(
-    console: Console,
-    config: Config,
-    path: Path,
-    data: Data,
-    state: TrainState,
-    progress: Progress,
-    changes: list[str],
-) -> None:
-    """What is trained, on what, from where."""
+    def _save(self, step: int, state: TrainState, checked: bool) -> str | None:
+        """Starts to write a checkpoint, once that before it is written. Returns why it could not, if so."""
+        if not checked or state.average is not None:
+            # A finite loss can be followed by a ruinous update: what is saved has to give a finite loss itself.
+            few = jax.tree.map(lambda x: x[: self.config.train.batch_size], self.validation)
+            loss = self.evaluate(state.params, few).loss
+            if not math.isfinite(loss):
+                self._give_up(f"step {step}: the update has made the loss {loss}")
+        self.progress = self.progress._replace(seconds=time.monotonic() - self.started)
+        self._warn(self.checkpoints.wait())
+        failure = self.checkpoints.save(step, state, self.progress)
+        if step < self.config.train.steps:
+            self._warn(failure)
+        return failure
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    def _log(self, row: Row) -> None:
+        self._warn(self.metrics.write(row))
+        for sink in self.sinks:
+            sink.write(row)
 
-    say(config_to_toml(config).strip())
-    device = jax.devices()[0]
-    parts = count_parameters(state.params)
-    tokens = config.train.steps * config.train.batch_size * config.data.context
-    say(f"\ndevice      {jax.device_count()} x {device.platform} ({device.device_kind}), jax {jax.__version__}")
-    say(f"parameters  {sum(parts.values()):,} = " + " + ".join(f"{count:,} {part}" for part, count in parts.items()))
-    say(f"corpus      {data.describe()}")
-    say(f"training    {config.train.steps:,} steps, {tokens:,} tokens to see")
-    for change in changes:
-        say(f"changed     {change}")
-    if progress.corpus != data.fingerprint:
-        say("changed     the corpus is not the one that the run was started on: the data goes on with the new one")
-    done = int(state.step)
-    if done >= config.train.steps:
-        say(f"run         {path} is finished at step {done}; a higher train.steps continues it")
-    else:
-        say(f"run         {path}, " + (f"goes on from step {done}" if done else "new"))
+    def _warn(self, failure: str | None) -> None:
+        if failure is not None:
+            self.line.note(f"warning: {failure} Training goes on.")
 
-
-def _sample(config: Config, directory: RunDirectory, state: TrainState, console: Console) -> None:
-    """Writes and prints what the model makes of the prompt."""
-    graph, prompt = model_graph(config.model, config.mixer), config.train.sample_prompt.encode()
-    text = prompt + generate(graph, state.params, prompt, config.train.sample_tokens, config.data.context)
-    try:
-        write_atomically(directory.sample_file, text.decode(errors="replace"))
-    except OSError as error:
-        raise UserError(f"{directory.sample_file} cannot be written: {error.strerror}.") from error
-    console.print(text.decode(errors="replace"), highlight=False, soft_wrap=True, markup=False)
+    def _profile(self, step: int, state: TrainState) -> None:
+        """Starts and ends the trace that `[log]` asks for."""
+        first = self.config.log.profile_from
+        if first is None:
+            return
+        if step == first:
+            jax.profiler.start_trace(str(self.directory.path / "profile"))
+            self.profiling = True
+        elif self.profiling and step == first + self.config.log.profile_steps:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+            self.profiling = False

@@ -3,14 +3,16 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
-Row = Mapping[str, int | float]
+Row = Mapping[str, Any]
+"""Numbers by name, `step` among them; of a depth memory, nested lists of numbers."""
 
 
-def read_metrics(path: Path) -> list[dict[str, int | float]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, in order; a last line that was cut off by a kill is left out. No file: no rows.
 
     Raises:
@@ -47,20 +49,21 @@ class MetricsFile:
         kept = [row for row in rows if row["step"] <= step]
         try:
             write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-        self._path = path
+        self._path, self._unwritten = path, b""
 
-    def write(self, row: Row) -> None:
-        """Appends a row. Raises UserError when the disk is full."""
+    def write(self, row: Row) -> str | None:
+        """Appends a row. Returns why it could not be, as a sentence; then it is written with a later one."""
+        self._unwritten += json.dumps(row).encode() + b"\n"
         try:
-            self._file.write(json.dumps(row) + "\n")
+            while self._unwritten:
+                # A full disk can take a part of a line; the rest follows it when there is space.
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
         except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be written: {error.strerror}. The last checkpoint is kept: free some space and "
-                "start again with the same command."
-            ) from error
+            return f"{self._path} cannot be written: {error.strerror}. Its rows are kept until there is space."
+        return None
 
     def close(self) -> None:
         """Closes the file."""

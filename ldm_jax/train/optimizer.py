@@ -1,42 +1,85 @@
-"""The optimiser: AdamW with a clipped gradient and a rate that warms up and falls."""
+"""The optimiser: AdamW or Muon behind a clipped gradient, with a rate that warms up and falls."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from optax import contrib
 
-from ldm_jax.config import Schedule, TrainConfig
+from ldm_jax.config import Decay, OptimizerConfig, OptimizerName, Schedule
+
+CONSISTENT_RMS = 0.2
+"""Muon's updates have the size of AdamW's at the same rate (Liu et al., arXiv 2502.16982)."""
 
 
-def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate by step: from 0 up in `warmup_steps`, then as the schedule says.
 
     At step 0 the rate is already `1 / warmup_steps` of the highest, so that the first update moves.
     """
-    peak, end = config.learning_rate, config.learning_rate * config.final_learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
+    peak, last = config.learning_rate, config.final_learning_rate
+    warmup = min(config.warmup_steps, steps // 2)
     match config.schedule:
         case Schedule.COSINE:
-            after = optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1), config.final_learning_rate)
+            after = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), last)
         case Schedule.CONSTANT:
-            decay = max(min(round(config.decay_fraction * config.steps), config.steps - warmup), 1)
-            after = optax.linear_schedule(peak, end, decay, max(config.steps - warmup - decay, 0))
+            length = max(min(round(config.decay_fraction * steps), steps - warmup), 1)
+            start = max(steps - warmup - length, 0)
+
+            def after(step: Any, /) -> Any:
+                part = jnp.clip((step - start) / length, 0, 1)
+                fallen = part if config.decay is Decay.LINEAR else jnp.sqrt(part)
+                return peak * (1 - (1 - last) * fallen)
+
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup])
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm; only matrices decay."""
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Updates at a learning rate of 1: the caller multiplies them by the rate of the step.
+
+    The gradient's global norm is clipped first. Matrices decay; the mixer's parameters have a rate and a decay of
+    their own.
+    """
+    decay = config.weight_decay
+    mixer_decay = decay if config.mixer_weight_decay is None else config.mixer_weight_decay
+    mixer_rate = optax.scale(config.mixer_learning_rate)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(config),
-            config.beta1,
-            config.beta2,
-            weight_decay=config.weight_decay,
-            mask=matrices,
+        optax.partition(
+            {
+                "adamw": _adamw(config, decay),
+                "muon": _muon(config, decay),
+                "mixer adamw": optax.chain(_adamw(config, mixer_decay), mixer_rate),
+                "mixer muon": optax.chain(_muon(config, mixer_decay), mixer_rate),
+            },
+            lambda params: jax.tree_util.tree_map_with_path(lambda path, _: _label(config, path), params),
         ),
     )
+
+
+def _adamw(config: OptimizerConfig, decay: float) -> optax.GradientTransformation:
+    return optax.adamw(1.0, config.beta1, config.beta2, weight_decay=decay, mask=matrices)
+
+
+def _muon(config: OptimizerConfig, decay: float) -> optax.GradientTransformation:
+    return contrib.muon(
+        1.0,
+        beta=config.muon_beta,
+        weight_decay=decay,
+        # The last two axes are those of one linear map; a leading one stacks the blocks' maps, each by itself.
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda leaf: contrib.MuonDimensionNumbers(reduction_axis=leaf.ndim - 2, output_axis=leaf.ndim - 1), params
+        ),
+        consistent_rms=CONSISTENT_RMS,
+    )
+
+
+def _label(config: OptimizerConfig, path: Any) -> str:
+    names = [part.key for part in path]
+    by_muon = config.name is OptimizerName.MUON and names[-1] == "kernel" and names[0] != "head"
+    return ("mixer " if "mixer" in names else "") + ("muon" if by_muon else "adamw")
 
 
 def matrices(params: Any) -> Any:

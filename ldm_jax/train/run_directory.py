@@ -9,7 +9,7 @@ from ldm_jax.config_file import config_to_toml, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
-FIXED_IN_TRAIN = ("batch_size", "seed")  # with these the order of the data would change
+CHANGEABLE = ("optimizer", "train", "log")
 
 MARK = "# The whole config of this run, written by ldm_jax.\n"
 
@@ -28,8 +28,8 @@ class RunDirectory:
     def open(self, config: Config) -> list[str]:
         """Makes the folder, or finds the same run in it. Returns what changed since, in phrases.
 
-        The model, the mixer and the data of a run cannot change, nor what the order of its data depends on; the rest
-        of `train` can.
+        The model, the mixer and the data of a run cannot change, nor its seed and what its state consists of; the rest
+        of `optimizer`, `train` and `log` can.
 
         Raises:
             UserError: the folder holds another model or other files, is in use, or cannot be written.
@@ -77,19 +77,27 @@ class RunDirectory:
         if not self.config_file.exists():
             return []
         stored = read_config(self.config_file)
+        # How the data is checked is not what it is.
+        stored = dataclasses.replace(stored, data=dataclasses.replace(stored.data, verify=config.data.verify))
         for section in ("model", "mixer", "data"):
             if differences := _differences(section, getattr(stored, section), getattr(config, section)):
                 raise UserError(
                     f"{self.path} holds another model: {differences[0]}. Give another --run, or take back the change."
                 )
-        for name in FIXED_IN_TRAIN:
-            old, new = getattr(stored.train, name), getattr(config.train, name)
+        for name, why, old, new in (
+            ("train.seed", "change the order of the data", stored.train.seed, config.train.seed),
+            ("optimizer.name", "need another state", stored.optimizer.name, config.optimizer.name),
+            ("optimizer.ema > 0", "need another state", stored.optimizer.ema > 0, config.optimizer.ema > 0),
+        ):
             if old != new:
                 raise UserError(
-                    f"train.{name} was {old} and is now {new}, which would change the order of the data: give another "
-                    "--run, or take back the change."
+                    f"{name} was {old} and is now {new}, which would {why}: take that back, or give another --run."
                 )
-        return _differences("train", stored.train, config.train)
+        return [
+            phrase
+            for section in CHANGEABLE
+            for phrase in _differences(section, getattr(stored, section), getattr(config, section))
+        ]
 
 
 def _is_run(path: Path) -> bool:

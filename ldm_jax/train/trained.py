@@ -1,11 +1,14 @@
 """A trained run, to be sampled or evaluated."""
 
+import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from flax import nnx
 
 from ldm_jax.config import Config
+from ldm_jax.data import Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
 from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.train.checkpoints import Checkpoints
@@ -20,6 +23,7 @@ class TrainedRun(NamedTuple):
     step: int
     graph: nnx.GraphDef[Transformer]
     params: Params
+    tokenizer: Tokenizer
     corpus: str
     """Fingerprint of the corpus that it was trained on."""
 
@@ -31,12 +35,19 @@ def load_run(path: Path) -> TrainedRun:
         UserError: the folder holds no run, or the run no checkpoint yet.
     """
     config = stored_config(path)
-    checkpoints = Checkpoints(RunDirectory(path).checkpoints, config.train.keep_checkpoints)
+    checkpoints = Checkpoints(RunDirectory(path).checkpoints, config.train.keep_checkpoints, config.train.keep_every)
     try:
-        step = checkpoints.latest_step()
-        if step is None:
-            raise UserError(f"the run in {path} has no checkpoint yet: the first comes with train.checkpoint_every.")
-        state, progress = checkpoints.restore(step, make_state(config))
+        restored = checkpoints.restore_latest(make_state(config))
     finally:
         checkpoints.close()
-    return TrainedRun(config, step, model_graph(config.model, config.mixer), state.params, progress.corpus)
+    if restored is None:
+        raise UserError(f"the run in {path} has no checkpoint yet: the first comes with train.checkpoint_every.")
+    state, progress, warnings = restored
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in progress.tokenizer.items():
+            (Path(folder) / name).write_bytes(text.encode())
+        tokenizer = load_tokenizer(Path(folder))
+    graph = model_graph(config.model, config.mixer)
+    return TrainedRun(config, int(state.step), graph, state.trained, tokenizer, progress.corpus)

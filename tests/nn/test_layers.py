@@ -76,7 +76,7 @@ def test_chunked_loss_equals_the_whole(chunk, rng):
         return optax.softmax_cross_entropy_with_integer_labels(hidden @ head, targets).mean()
 
     def chunked(hidden, head):
-        return jnp.mean(chunked_cross_entropy(hidden, targets, lambda h: h @ head, chunk))
+        return jnp.mean(chunked_cross_entropy(hidden, targets, lambda h: h @ head, chunk).cross_entropy)
 
     expected, slopes = jax.value_and_grad(whole, argnums=(0, 1))(hidden, head)
     value, grads = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, head)
@@ -91,7 +91,7 @@ def test_logits_are_never_whole():
     targets = jnp.zeros((1, 4096), jnp.int32)
 
     def bytes_of(chunk):
-        loss = lambda h, w: jnp.mean(chunked_cross_entropy(h, targets, lambda x: x @ w, chunk))  # noqa: E731
+        loss = lambda h, w: jnp.mean(chunked_cross_entropy(h, targets, lambda x: x @ w, chunk).cross_entropy)  # noqa: E731
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

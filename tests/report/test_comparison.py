@@ -28,13 +28,14 @@ TRAINER = """
 import json, math, sys, time, tomllib
 from pathlib import Path
 config, folder = tomllib.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[3])
-rate, seed, steps = (config["train"][name] for name in ("learning_rate", "seed", "steps"))
+rate = config["optimizer"]["learning_rate"]
+seed, steps = (config["train"][name] for name in ("seed", "steps"))
 folder.mkdir(parents=True, exist_ok=True)
 with (folder / "starts").open("a") as file:
     file.write("x")
 time.sleep(SLEEP)
 if rate > 0.1:
-    sys.exit("error: step 3: the loss is nan and the gradient's norm nan, so the run stops. Lower train.learning_rate.")
+    sys.exit("error: step 3: the loss is nan and the gradient's norm nan, so the run stops. Lower the rate.")
 if rate < 1e-5:
     sys.exit("error: the disk is full.")
 best = 4e-3 if config["mixer"]["kind"] == "ldm" else 1e-3

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from ldm_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from ldm_jax.config import Config, DataConfig, LogConfig, ModelConfig, OptimizerConfig, TrainConfig
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
-from ldm_jax.train.loop import train
+from ldm_jax.train import train
 
 
 def make_corpus(folder):
@@ -20,12 +20,14 @@ def make_corpus(folder):
 
 
 def tiny(path, **train_options):
-    options = {"steps": 6, "batch_size": 4, "log_every": 1, "validate_every": 3, "checkpoint_every": 2} | train_options
+    options = {"steps": 6, "batch_size": 4, "validate_every": 3, "checkpoint_every": 2} | train_options
     return Config(
         ModelConfig(depth=2, width=16, heads=2, mlp_width=16),
         MixerConfig(ldm=LDMConfig(groups=2, key_dim=2, latent_dim=4)),
         DataConfig(path=str(path), context=16, validation_fraction=0.2),
-        TrainConfig(**{"warmup_steps": 2, "sample_tokens": 5, "validation_windows": 4, **options}),
+        OptimizerConfig(warmup_steps=2),
+        TrainConfig(**{"sample_tokens": 5, "validation_windows": 4, **options}),
+        LogConfig(every=1, memory_every=3),
     )
 
 
@@ -36,6 +38,10 @@ def without_memory(config):
 
 def with_train(config, **options):
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **options))
+
+
+def with_optimizer(config, **options):
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **options))
 
 
 def quietly(config, path):

@@ -4,19 +4,23 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ldm_jax.config import AttentionImplementation, ComputeType
+from ldm_jax.config import AttentionImplementation, ComputeType, OptimizerName
 from ldm_jax.config_file import config_to_toml, read_config
 from ldm_jax.data import Data
 from ldm_jax.errors import UserError
+from ldm_jax.infer import MemoryFigures
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.train import load_run, loop
 from ldm_jax.train.metrics import MetricsFile, read_metrics
-from runs import assert_same_bits, make_corpus, quietly, tiny, with_train
+from ldm_jax.train.run_directory import RunDirectory
+from runs import assert_same_bits, make_corpus, quietly, tiny, with_optimizer, with_train, without_memory
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +35,41 @@ def unbroken(corpus, tmp_path_factory):
     return config, path, *quietly(config, path)
 
 
+TRAINING_ROW = {
+    "step", "loss", "grad_norm", "grad_norm_embedding", "grad_norm_blocks", "grad_norm_mixer", "update_ratio",
+    "learning_rate", "skipped_updates", "tokens", "tokens_per_second", "seconds", "model_flops_per_second",
+}  # fmt: skip
+
+
 def losses(path):
     return {row["step"]: row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row}
 
 
-def break_after(monkeypatch, batches, error=KeyboardInterrupt):
-    """The next run is cut off when it asks for one batch more."""
+def change_batches(monkeypatch, change):
+    """What every later run is given: `change(number, batch)`, numbers counted from 1 in each run."""
     whole = Data.batches
 
-    def cut(*arguments, **options):
-        iterator = whole(*arguments, **options)
-        for _ in range(batches):
-            yield next(iterator)
-        raise error
+    def changed(self, *arguments, **options):
+        for number, batch in enumerate(whole(self, *arguments, **options), 1):
+            yield change(number, batch)
 
-    monkeypatch.setattr(Data, "batches", cut)
+    monkeypatch.setattr(Data, "batches", changed)
+
+
+def break_after(monkeypatch, batches, error=KeyboardInterrupt):
+    """The next run is cut off when it asks for one batch more."""
+
+    def change(number, batch):
+        if number > batches:
+            raise error
+        return batch
+
+    change_batches(monkeypatch, change)
+
+
+def not_finite(batch):
+    """The same batch with a token past the vocabulary, which is looked up as not-a-number."""
+    return batch._replace(tokens=np.where(batch.tokens == batch.tokens[0, 0], 999, batch.tokens))
 
 
 def run_and_stop(config, path, batches):
@@ -61,13 +85,21 @@ def test_what_a_run_leaves(unbroken):
     assert read_config(path / "config.toml") == config
     rows = read_metrics(path / "metrics.jsonl")
     training = [row for row in rows if "loss" in row]
-    validation = [row for row in rows if "loss" not in row]
+    validation = [row for row in rows if "validation_loss" in row]
+    figures = [row for row in rows if "gate" in row]
+    assert [row["step"] for row in figures] == [3, 6]
     assert [row["step"] for row in training] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in validation] == [3, 6]
-    names = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "seconds"}
-    assert all(set(row) == names for row in training)
+    assert all(row.keys() == TRAINING_ROW for row in training)
+    for row in training:
+        parts = [row[f"grad_norm_{part}"] for part in ("embedding", "blocks", "mixer")]
+        assert math.hypot(*parts) == pytest.approx(row["grad_norm"], rel=1e-5)
+        assert 0 < row["update_ratio"] < 1
+    for row in figures:
+        assert row.keys() == {"step", *MemoryFigures._fields}
+        assert np.shape(row["gate"]) == (4, 2)  # sublayers, groups
     assert training[-1]["tokens"] == 6 * 4 * 16
-    assert all(set(row) == {"step", "validation_loss", "validation_bits_per_byte"} for row in validation)
+    assert all(set(row) == {"step", "tokens", "validation_loss", "validation_bits_per_byte"} for row in validation)
     row = validation[-1]
     assert row["validation_bits_per_byte"] == pytest.approx(row["validation_loss"] / math.log(2))
     assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == ["4", "6"]  # the latest two
@@ -87,12 +119,12 @@ def test_a_stopped_run_ends_with_the_bits_of_an_unbroken_one(unbroken, tmp_path)
     assert "goes on from step 4" in output
     assert_same_bits(state, expected)
     assert losses(path) == losses(whole)
-    steps = [(row["step"], "loss" in row) for row in read_metrics(path / "metrics.jsonl")]
+    steps = [(row["step"], *sorted(row)) for row in read_metrics(path / "metrics.jsonl")]
     assert len(steps) == len(set(steps))
 
 
 def test_more_steps_continue_a_finished_run(unbroken, corpus, tmp_path):
-    config = tiny(corpus, steps=4, schedule=unbroken[0].train.schedule)
+    config = tiny(corpus, steps=4)
     path = tmp_path / "run"
     quietly(config, path)
     _, output = quietly(config, path)
@@ -115,6 +147,8 @@ def test_another_model_is_refused_and_nothing_is_touched(unbroken):
         quietly(other, path)
     with pytest.raises(UserError, match=r"train\.seed was 0 and is now 1"):
         quietly(with_train(config, seed=1), path)
+    with pytest.raises(UserError, match=r"optimizer\.name was adamw and is now muon, which would need another state"):
+        quietly(with_optimizer(config, name=OptimizerName.MUON), path)
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     assert_same_bits(load_run(path).params, state.params)
 
@@ -139,46 +173,159 @@ def test_cudnn_without_a_gpu_is_refused(corpus, tmp_path):
 
 
 def test_two_runs_in_one_folder_are_refused(corpus, tmp_path):
-    directory = loop.RunDirectory(tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
     directory.open(tiny(corpus))
     with pytest.raises(UserError, match="another process is training"):
         quietly(tiny(corpus), tmp_path / "run")
     directory.close()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
-    whole = loop.make_train_step
+def test_an_update_that_is_not_finite_is_skipped(corpus, tmp_path, monkeypatch):
+    config = without_memory(tiny(corpus))
+    change_batches(monkeypatch, lambda number, batch: not_finite(batch) if number == 3 else batch)
+    state, output = quietly(config, tmp_path / "run")
+    assert "step 3: update skipped (loss nan, gradient nan); 1 in a row, 1 in all" in output
+    assert (int(state.step), int(state.skips.total), int(state.skips.in_a_row)) == (6, 1, 0)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state))
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "update_ratio" in row]
+    assert [row["skipped_updates"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert "loss" not in rows[2]
+    assert rows[2]["update_ratio"] == 0
 
-    def spoiled(config):
-        step = whole(config)
 
-        def spoil(state, batch):
-            bad = int(state.step) == 4
-            state, metrics = step(state, batch)
-            return state, metrics._replace(loss=metrics.loss * jnp.where(bad, jnp.nan, 1.0))
-
-        return spoil
-
-    monkeypatch.setattr(loop, "make_train_step", spoiled)
-    with pytest.raises(UserError, match=r"step 5: the loss is nan .* The checkpoint of step 4 is kept"):
-        quietly(tiny(corpus), tmp_path / "run")
+def test_many_skipped_updates_stop_the_run(corpus, tmp_path, monkeypatch):
+    config = without_memory(tiny(corpus, skips_in_a_row=2))
+    change_batches(monkeypatch, lambda number, batch: not_finite(batch) if number >= 5 else batch)
+    words = r"step 6: the last 2 updates were skipped .* so the run stops\. The checkpoint of step 4 is kept"
+    with pytest.raises(UserError, match=words):
+        quietly(config, tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert run.step == 4
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(run.params))
-    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 
 
-def test_a_full_disk_is_seen_before_it_is_written_to(corpus, tmp_path, monkeypatch):
-    config, path = tiny(corpus), tmp_path / "run"
-    run_and_stop(config, path, 5)
-    usage = shutil.disk_usage(path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
-    words = r"step 6 could not be written .* the disk has 1\.0 MB left\. The one of step 4 is kept\. Free some space"
-    with pytest.raises(UserError, match=words):
+def test_training_goes_on_when_the_disk_is_full(corpus, tmp_path, monkeypatch):
+    config, path = without_memory(tiny(corpus)), tmp_path / "run"
+    usage = shutil.disk_usage(tmp_path)
+    answers = iter([usage, usage._replace(free=1_000_000), usage])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: next(answers))
+    _, output = quietly(config, path)
+    words = "the checkpoint of step 4 could not be written to"
+    assert f"warning: {words}" in output
+    assert "the disk has 1.0 MB left. The one of step 2 is kept. Training goes on." in output
+    assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == ["2", "6"]
+    assert load_run(path).step == 6
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(corpus, tmp_path, monkeypatch):
+    config, path = without_memory(tiny(corpus, steps=2)), tmp_path / "run"
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"step 2 could not be written .* no earlier one\. Free some space and start"):
         quietly(config, path)
     monkeypatch.undo()
-    assert load_run(path).step == 4
-    assert int(quietly(config, path)[0].step) == 6
+    assert int(quietly(config, path)[0].step) == 2
+
+
+def test_rows_that_a_full_disk_did_not_take_come_later(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0, 1)
+    whole, space = file._file, [7]
+
+    class Full:
+        def write(self, data):
+            if not space[0]:
+                raise OSError(28, "No space left on device")
+            written = whole.write(data[: space[0]])
+            space[0] -= written
+            return written
+
+        def close(self):
+            whole.close()
+
+    file._file = Full()
+    assert "No space left on device. Its rows are kept until there is space" in file.write({"step": 1})
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    space[0] = 1000
+    assert file.write({"step": 2}) is None
+    file.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_checkpoint_is_passed_over(unbroken, tmp_path, damage):
+    config, whole, expected, _ = unbroken
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    largest = max((path / "checkpoints" / "6").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    state, output = quietly(config, path)
+    assert "warning     the checkpoint of step 6 in" in output
+    assert "goes on from step 4" in output
+    assert_same_bits(state, expected)
+    assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == ["4", "6", "6.damaged"]
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_started_anew(unbroken, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(unbroken[1], path)
+    for step in (4, 6):
+        shutil.rmtree(path / "checkpoints" / str(step) / "state")
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read\. the checkpoint of step 6 .* is damaged"):
+        quietly(unbroken[0], path)
+
+
+def test_a_signal_saves_and_ends_the_run(unbroken, tmp_path, monkeypatch):
+    config, whole, expected, _ = unbroken
+    path = tmp_path / "run"
+
+    def interrupt(number, batch):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        change_batches(patch, interrupt)
+        state, output = quietly(config, path)
+    assert int(state.step) == 3
+    assert "stopped by SIGTERM at step 3: the same command goes on from there" in output
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    state, _ = quietly(config, path)
+    assert_same_bits(state, expected)
+    assert losses(path) == losses(whole)
+
+
+def test_another_batch_size_goes_on_where_the_data_was(corpus, tmp_path):
+    config, path = without_memory(tiny(corpus, steps=2)), tmp_path / "run"
+    quietly(config, path)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Data.batches
+        patch.setattr(
+            Data, "batches", lambda self, *args, **options: seen.append(args) or whole(self, *args, **options)
+        )
+        _, output = quietly(with_train(config, steps=4, batch_size=2), path)
+    assert seen == [(8, 2, 0)]  # two batches of four windows were consumed
+    assert "train.batch_size was 4 and is now 2" in output
+    rows = [row for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
+    assert [row["tokens"] for row in rows] == [4 * 16, 8 * 16, 10 * 16, 12 * 16]
+
+
+def test_checkpoints_that_are_kept_for_good(corpus, tmp_path):
+    config = without_memory(tiny(corpus, checkpoint_every=1, keep_checkpoints=1, keep_every=2))
+    quietly(config, tmp_path / "run")
+    assert sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4", "6"]
+
+
+def test_the_running_mean_is_what_is_used(corpus, tmp_path):
+    config = with_optimizer(without_memory(tiny(corpus)), ema=0.9)
+    state, _ = quietly(config, tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    assert_same_bits(run.params, state.average)
+    assert any(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (state.average, state.params)), strict=True))
+    with pytest.raises(UserError, match=r"optimizer\.ema > 0 was True and is now False"):
+        quietly(with_optimizer(config, ema=0.0), tmp_path / "run")
 
 
 def test_a_torn_line_of_metrics_is_left_out(unbroken, tmp_path):

@@ -1,0 +1,52 @@
+"""What can be configured: frozen dataclasses, checked when they are made.
+
+The sections are those of the TOML files in `configs/` and of the flags (`--section.field`).
+"""
+
+from dataclasses import dataclass
+
+from ldm_jax.config.data import Corpus, DataConfig
+from ldm_jax.config.log import LogConfig
+from ldm_jax.config.model import AttentionImplementation, ComputeType, ModelConfig, Remat
+from ldm_jax.config.optimizer import Decay, OptimizerConfig, OptimizerName, Schedule
+from ldm_jax.config.train import TrainConfig
+from ldm_jax.mixers import MixerConfig, check_mixer
+from ldm_jax.options import check, check_option_types
+
+__all__ = [
+    "AttentionImplementation",
+    "ComputeType",
+    "Config",
+    "Corpus",
+    "DataConfig",
+    "Decay",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OptimizerName",
+    "Remat",
+    "Schedule",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of a run."""
+
+    model: ModelConfig = ModelConfig()
+    mixer: MixerConfig = MixerConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        check_option_types(self)
+        check_mixer(self.mixer, self.model.width)
+        # A token past the vocabulary would be looked up as not-a-number. Prepared corpora are checked when loaded.
+        vocabulary = self.model.vocabulary
+        check(
+            vocabulary >= 256 or self.data.kind is Corpus.PREPARED,
+            f"vocabulary is {vocabulary}, but the tokens are bytes: it must be at least 256.",
+        )

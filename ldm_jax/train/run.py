@@ -1,0 +1,134 @@
+"""Training: from a config and a folder to a trained model, resumable at every checkpoint."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from ldm_jax.config import AttentionImplementation, Config
+from ldm_jax.config_file import config_to_toml
+from ldm_jax.data import Data, Tokenizer, load_data
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
+from ldm_jax.infer import Sampling, complete
+from ldm_jax.mixers import Form, MixerKind
+from ldm_jax.nn import count_parameters, model_graph
+from ldm_jax.train.checkpoints import Checkpoints, Progress
+from ldm_jax.train.loop import Loop
+from ldm_jax.train.run_directory import RunDirectory
+from ldm_jax.train.step import TrainState, make_state
+from ldm_jax.train.stop_signal import StopSignal
+
+
+def train(config: Config, path: Path, console: Console | None = None) -> TrainState:
+    """Trains until `train.steps` and returns the final state; `path` then holds config, metrics, checkpoints, sample.
+
+    A run that `path` holds already goes on from its last whole checkpoint, to the same bits as if it had not stopped.
+    At SIGTERM or SIGINT it saves and returns early.
+
+    Raises:
+        UserError: the corpus or the folder does not serve, too many updates in a row were skipped, or the last
+            checkpoint could not be written.
+    """
+    console = console or Console()
+    _check_device(config)
+    with StopSignal() as stop, contextlib.closing(RunDirectory(path)) as directory:
+        data = load_data(config.data, config.model.vocabulary)
+        changes = directory.open(config)
+        if not directory.config_file.exists():
+            directory.store(config)  # before the folder holds anything else, so that it is known for a run
+        keep = config.train.keep_checkpoints, config.train.keep_every
+        with contextlib.closing(Checkpoints(directory.checkpoints, *keep)) as checkpoints:
+            state, warnings = make_state(config), []
+            progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
+            if (restored := checkpoints.restore_latest(state)) is not None:
+                state, progress, warnings = restored
+            notes = [f"changed     {change}" for change in changes] + [f"warning     {warning}" for warning in warnings]
+            _introduce(console, config, path, data, state, progress, notes)
+            if state.step < config.train.steps:
+                directory.store(config)
+                progress = progress._replace(config=config_to_toml(config), corpus=data.fingerprint)
+                loop = Loop(config, directory, checkpoints, data, console, progress, stop)
+                with contextlib.closing(loop):
+                    state = loop.run(state)
+        if state.step < config.train.steps:
+            _say(console, f"stopped by {stop.name} at step {state.step}: the same command goes on from there")
+        else:
+            _sample(config, directory, data.tokenizer, state, console)
+    return state
+
+
+def _check_device(config: Config) -> None:
+    here = jax.default_backend()
+    if config.model.attention is AttentionImplementation.CUDNN and here != "gpu":
+        raise UserError(
+            f"model.attention is cudnn, but JAX runs on {here} here: cuDNN needs an NVIDIA GPU. Set model.attention to "
+            "xla."
+        )
+    mixer = config.mixer
+    if mixer.kind is MixerKind.LDM and mixer.ldm.form is Form.FUSED and here != "tpu":
+        raise UserError(
+            f"mixer.ldm.form is fused, but JAX runs on {here} here: its kernel is for TPUs. Set mixer.ldm.form to "
+            "recurrent, which has the same numbers and parameters."
+        )
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return {file.name: file.read_bytes().decode() for file in sorted(Path(folder).iterdir())}
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _introduce(
+    console: Console,
+    config: Config,
+    path: Path,
+    data: Data,
+    state: TrainState,
+    progress: Progress,
+    notes: list[str],
+) -> None:
+    """What is trained, on what, from where."""
+    device = jax.devices()[0]
+    parts = count_parameters(state.params)
+    tokens = config.train.steps * config.train.batch_size * config.data.context
+    count = " + ".join(f"{count:,} {part}" for part, count in parts.items())
+    lines = [
+        config_to_toml(config).strip(),
+        f"\ndevice      {jax.device_count()} x {device.platform} ({device.device_kind}), jax {jax.__version__}",
+        f"parameters  {sum(parts.values()):,} = {count}",
+        f"corpus      {data.describe()}",
+        f"training    {config.train.steps:,} steps, {tokens:,} tokens to see",
+        *notes,
+    ]
+    if progress.corpus != data.fingerprint:
+        lines.append(
+            "changed     the corpus is not the one that the run was started on: the data goes on with the new one"
+        )
+    done = int(state.step)
+    if done >= config.train.steps:
+        lines.append(f"run         {path} is finished at step {done}; a higher train.steps continues it")
+    else:
+        lines.append(f"run         {path}, " + (f"goes on from step {done}" if done else "new"))
+    for line in lines:
+        _say(console, line)
+
+
+def _sample(config: Config, directory: RunDirectory, tokenizer: Tokenizer, state: TrainState, console: Console) -> None:
+    """Writes and prints what the model makes of the prompt."""
+    graph, prompt = model_graph(config.model, config.mixer), config.train.sample_prompt
+    pieces = complete(
+        graph, state.trained, tokenizer, [prompt], config.data.context, config.train.sample_tokens, sampling=Sampling()
+    )
+    text = prompt + b"".join(piece for (piece,) in pieces).decode(errors="replace")
+    try:
+        write_atomically(directory.sample_file, text)
+    except OSError as error:
+        raise UserError(f"{directory.sample_file} cannot be written: {error.strerror}.") from error
+    _say(console, text)

@@ -1,0 +1,45 @@
+"""How much of the machine a run uses: model flops against the chips' peak, and device memory."""
+
+import jax
+
+from ldm_jax.config import Config
+from ldm_jax.nn import count_parameters, init_params
+
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Of a chip, in bfloat16 without sparsity, by the beginning of its name; the makers' data sheets."""
+
+
+def model_flops_per_token(config: Config) -> float:
+    """Flops of forward and backward pass, `6 (parameters in products) + 12 depth D T`.
+
+    The embedding's lookup is free, its use as the head is not. What a depth memory's state costs beyond its parameters
+    is left out, and so is all that is computed again. Source: Chowdhery et al., arXiv 2204.02311, appendix B.
+    """
+    model = config.model
+    counts = count_parameters(jax.eval_shape(lambda: init_params(model, config.mixer, 0)))
+    head = model.width * model.vocabulary
+    return 6.0 * (counts["blocks"] + counts["mixer"] + head) + 12.0 * model.depth * model.width * config.data.context
+
+
+def peak_flops() -> float | None:
+    """Of all devices together; None where it is not known."""
+    kind = jax.devices()[0].device_kind
+    matches = [name for name in PEAK_FLOPS if kind.startswith(name)]
+    return PEAK_FLOPS[max(matches, key=len)] * jax.device_count() if matches else None
+
+
+def device_memory_bytes() -> int | None:
+    """The most that the first device has held at a time; None where it does not say."""
+    statistics = jax.local_devices()[0].memory_stats()
+    return None if statistics is None else statistics.get("peak_bytes_in_use")

@@ -1,0 +1,124 @@
+"""What a run tells of itself beside metrics.jsonl."""
+
+import dataclasses
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from ldm_jax.config import Config, LogConfig, ModelConfig
+from ldm_jax.errors import UserError
+from ldm_jax.infer import make_memory_figures
+from ldm_jax.mixers import LDMConfig, MixerConfig
+from ldm_jax.nn import init_params
+from ldm_jax.report.curves import plot_memory, plot_runs
+from ldm_jax.report.inspection import inspect
+from ldm_jax.train.metrics import MetricsFile
+from ldm_jax.train.sinks import make_sinks
+from ldm_jax.train.utilisation import model_flops_per_token, peak_flops
+from runs import make_corpus, quietly, tiny, without_memory
+
+ROW = {"step": 3, "loss": 1.5, "gate": [[0.25, 0.5], [0.75, 1.0]]}
+SCALARS = {
+    "loss": 1.5, "gate/sublayer_0/group_0": 0.25, "gate/sublayer_0/group_1": 0.5, "gate/sublayer_1/group_0": 0.75,
+    "gate/sublayer_1/group_1": 1.0,
+}  # fmt: skip
+
+
+def with_log(**options):
+    return Config(log=LogConfig(**options))
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    (sink,) = make_sinks(with_log(tensorboard=True), tmp_path)
+    sink.write(ROW)
+    sink.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content = file.read_bytes()
+    for name in SCALARS:
+        assert name.encode() in content
+
+
+def test_wandb_gets_every_number(tmp_path, monkeypatch):
+    logged, asked = [], {}
+
+    class Run:
+        def log(self, row, step):
+            logged.append((step, row))
+
+        def finish(self):
+            logged.append("finished")
+
+    module = types.ModuleType("wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb")
+    module.init = lambda **options: asked.update(options) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    (sink,) = make_sinks(with_log(wandb_project="depth"), tmp_path / "a run")
+    sink.write(ROW)
+    sink.close()
+    assert logged == [(3, SCALARS), "finished"]
+    assert (asked["project"], asked["name"], asked["resume"]) == ("depth", "a run", "allow")
+
+
+@pytest.mark.parametrize(
+    ("options", "package"), [({"tensorboard": True}, "tensorboardX"), ({"wandb_project": "depth"}, "wandb")]
+)
+def test_a_missing_package_is_named(options, package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=rf"{package} is not installed: pip install -e"):
+        make_sinks(with_log(**options), tmp_path)
+
+
+def test_a_profile_is_written(tmp_path):
+    config = without_memory(tiny(make_corpus(tmp_path / "corpus"), steps=3))
+    config = dataclasses.replace(config, log=LogConfig(every=1, profile_from=2, profile_steps=1))
+    quietly(config, tmp_path / "run")
+    assert any(file.is_file() for file in (tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_memory_figures_are_those_of_the_inspection():
+    model = ModelConfig(depth=2, width=16, heads=2, mlp_width=16)
+    config = Config(model=model, mixer=MixerConfig(ldm=LDMConfig(groups=2, key_dim=3, latent_dim=5)))
+    params = init_params(model, config.mixer, 0)
+    windows = np.random.default_rng(0).integers(256, size=(2, 9)).astype(np.int32)
+    expected = inspect(config, params, windows, 2)
+    figures = make_memory_figures(config)(params, jax.numpy.asarray(windows[:, :-1]))
+    for name, of_ends in (("gain", slice(-1)), ("gate", slice(-1)), ("log10_condition", slice(-1))):
+        np.testing.assert_allclose(getattr(figures, name), expected[name][of_ends], rtol=1e-3, atol=1e-4)
+    for name in ("forgetting", "importance"):
+        np.testing.assert_allclose(getattr(figures, name), expected[name][1:], rtol=1e-3)
+
+
+def test_pictures_of_a_run(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0, 1)
+    for step in range(1, 9):
+        loss = {"loss": 3 / step, "grad_norm": 1 / step, "learning_rate": 0.1, "tokens_per_second": 100.0}
+        file.write({"step": step, "tokens": 10 * step, **loss})
+        if step % 4 == 0:
+            file.write(
+                {"step": step, "tokens": 10 * step, "validation_loss": 2 / step, "validation_bits_per_byte": 1.0}
+            )
+            names = ("forgetting", "gain", "gate", "importance", "log10_condition")
+            file.write({"step": step, **{name: [[step / 9, 0.5]] * 3 for name in names}})
+    file.close()
+    plot_runs([tmp_path], tmp_path / "curves.png")
+    assert plot_memory(tmp_path, tmp_path / "memory.png")
+    assert min((tmp_path / name).stat().st_size for name in ("curves.png", "memory.png")) > 10_000
+    (tmp_path / "empty").mkdir()
+    assert not plot_memory(tmp_path / "empty", tmp_path / "none.png")
+    with pytest.raises(UserError, match="holds no metrics"):
+        plot_runs([tmp_path / "empty"], tmp_path / "none.png")
+
+
+def test_model_flops():
+    # All matrices of a PreLN model, six flops a number; the scores' two products, 12 flops a position and channel.
+    model = ModelConfig(depth=2, width=16, heads=2, mlp_width=24, qk_norm=False)
+    config = without_memory(Config(model=model))
+    norms = (2 * 2 + 1) * 16
+    matrices = 2 * (4 * 16 * 16 + 3 * 16 * 24) + 256 * 16
+    expected = 6 * (matrices + norms) + 12 * 2 * 16 * config.data.context
+    assert model_flops_per_token(config) == expected
+    assert peak_flops() is None  # of this machine's CPU
