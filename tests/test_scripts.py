@@ -163,6 +163,7 @@ def test_underscores_and_lower_case_booleans_in_flags(home):
     assert "log.every was 10 and is now 2" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_keeps_what_there_was(home):
     # A limit on the size of files stands for a disk that fills up during the save. (The storage layer's own
     # threads complain at length.)

@@ -51,7 +51,7 @@ class StepMetrics(NamedTuple):
     grad_norm: Scalar
     """Length of the gradient, before clipping."""
     grad_norms: dict[str, Scalar]
-    """The same by part: embedding, blocks, mixer."""
+    """The same by part: embedding, blocks, and the mixer if it learns anything."""
     update_ratio: Scalar
     """Length of the update over that of the parameters."""
     learning_rate: Scalar
@@ -109,7 +109,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         loss, grads = loss_and_grads(state.params, batch)
-        norms = {part: optax.tree.norm(leaves) for part, leaves in parts_of(grads).items()}
+        norms = {part: optax.tree.norm(leaves) for part, leaves in parts_of(grads).items() if leaves}
         norm = optax.tree.norm(norms)
         skipped = ~(jnp.isfinite(loss) & jnp.isfinite(norm)) | is_spike(
             state.losses, loss, config.train.spike_deviations

@@ -47,7 +47,7 @@ def assert_same(a, b, rtol):
 @pytest.mark.parametrize(
     ("name", "options", "backward", "change"),
     [
-        ("ldm", {}, "stored", {"scan": False}),
+        pytest.param("ldm", {}, "stored", {"scan": False}, marks=pytest.mark.slow),
         ("ldm", {}, "recomputed", {}),
         ("ldm", {}, "undone", {}),
         ("ldm", {"form": Form.DUAL}, "undone", {}),

@@ -31,12 +31,12 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(corpus, tmp_path_factory):
     """Config, folder, final state and output of a whole run."""
-    config, path = tiny(corpus), tmp_path_factory.mktemp("runs") / "unbroken"
+    config, path = without_memory(tiny(corpus)), tmp_path_factory.mktemp("runs") / "unbroken"
     return config, path, *quietly(config, path)
 
 
 TRAINING_ROW = {
-    "step", "loss", "grad_norm", "grad_norm_embedding", "grad_norm_blocks", "grad_norm_mixer", "update_ratio",
+    "step", "loss", "grad_norm", "grad_norm_embedding", "grad_norm_blocks", "update_ratio",
     "learning_rate", "skipped_updates", "tokens", "tokens_per_second", "seconds", "model_flops_per_second",
 }  # fmt: skip
 
@@ -86,18 +86,13 @@ def test_what_a_run_leaves(unbroken):
     rows = read_metrics(path / "metrics.jsonl")
     training = [row for row in rows if "loss" in row]
     validation = [row for row in rows if "validation_loss" in row]
-    figures = [row for row in rows if "gate" in row]
-    assert [row["step"] for row in figures] == [3, 6]
     assert [row["step"] for row in training] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in validation] == [3, 6]
     assert all(row.keys() == TRAINING_ROW for row in training)
     for row in training:
-        parts = [row[f"grad_norm_{part}"] for part in ("embedding", "blocks", "mixer")]
+        parts = [row[f"grad_norm_{part}"] for part in ("embedding", "blocks")]
         assert math.hypot(*parts) == pytest.approx(row["grad_norm"], rel=1e-5)
         assert 0 < row["update_ratio"] < 1
-    for row in figures:
-        assert row.keys() == {"step", *MemoryFigures._fields}
-        assert np.shape(row["gate"]) == (4, 2)  # sublayers, groups
     assert training[-1]["tokens"] == 6 * 4 * 16
     assert all(set(row) == {"step", "tokens", "validation_loss", "validation_bits_per_byte"} for row in validation)
     row = validation[-1]
@@ -108,6 +103,16 @@ def test_what_a_run_leaves(unbroken):
     assert sample in output
     for words in ("depth = 2", "mixer", "tokens to see", "cpu", "step 6/6"):
         assert words in output
+
+
+def test_what_a_depth_memory_leaves_beside(corpus, tmp_path):
+    quietly(tiny(corpus, steps=3), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {"grad_norm_mixer"} == set(rows[0]) - TRAINING_ROW
+    (figures,) = (row for row in rows if "gate" in row)
+    assert figures.keys() == {"step", *MemoryFigures._fields}
+    assert figures["step"] == 3
+    assert all(np.shape(figures[name]) == (4, 2) for name in MemoryFigures._fields)  # sublayers, groups
 
 
 def test_a_stopped_run_ends_with_the_bits_of_an_unbroken_one(unbroken, tmp_path):
@@ -142,8 +147,8 @@ def test_more_steps_continue_a_finished_run(unbroken, corpus, tmp_path):
 def test_another_model_is_refused_and_nothing_is_touched(unbroken):
     config, path, state, _ = unbroken
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    other = dataclasses.replace(config, mixer=MixerConfig(MixerKind.PRELN, config.mixer.ldm))
-    with pytest.raises(UserError, match=r"holds another model: mixer\.kind was ldm and is now preln"):
+    other = dataclasses.replace(config, mixer=MixerConfig(MixerKind.LDM, config.mixer.ldm))
+    with pytest.raises(UserError, match=r"holds another model: mixer\.kind was preln and is now ldm"):
         quietly(other, path)
     with pytest.raises(UserError, match=r"train\.seed was 0 and is now 1"):
         quietly(with_train(config, seed=1), path)
