@@ -41,11 +41,11 @@ def main() -> None:
         for folder in arguments.data
     ]
     for config in corpora or [trained_on]:
-        data = load_data(config, run.config.model.vocabulary)
+        data = load_data(config, max(run.config.model.vocabulary, 2**31))  # the tokeniser is compared instead
         if data.tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise UserError(
-                f"{config.corpora[0]} has another tokenizer than the run: prepare it with the tokenizer.json of the "
-                "corpus that the run was trained on."
+                f"{config.corpora[0]} has another tokenizer than the run: prepare it with --tokenizer and the "
+                "tokenizer.json of the corpus that the run was trained on, or bytes."
             )
         if not corpora and data.fingerprint != run.corpus:
             print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")

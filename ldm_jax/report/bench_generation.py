@@ -52,4 +52,4 @@ def generation_rows(config: Config, repetitions: int) -> Iterator[Row]:
         times = alternating([cached(batch_size), uncached(batch_size)], repetitions)
         for what, each in zip(("cached", "uncached"), times, strict=True):
             rate = batch_size * TOKENS / statistics.median(each)
-            yield Row(f"{what}, {batch_size} text(s)", *names, rate, "tokens/s", None)
+            yield Row(f"{what}, B {batch_size}", *names, rate, "tokens/s", None)

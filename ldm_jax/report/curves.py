@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ldm_jax.errors import UserError
 from ldm_jax.train.metrics import read_metrics
@@ -77,8 +78,9 @@ def plot_memory(run: Path, file: Path) -> bool:
         values = np.array([row[name] for row in rows]).mean(axis=-1).T  # [N, steps]
         image = axes.imshow(values, aspect="auto", cmap="Greys", interpolation="nearest")
         axes.set_xticks(ticks, [steps[tick] for tick in ticks])
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
-        axes.set_ylabel("sublayer")
+        axes.set_ylabel("sublayer, from 0")
         axes.set_title(title, fontsize=10)
         figure.colorbar(image, ax=axes)
     figure.suptitle(f"The depth memory of {run.name or run}, means over groups")

@@ -44,7 +44,7 @@ class Checkpoints:
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
         )
-        logging.getLogger("absl").addFilter(_no_storage_error)
+        logging.getLogger("absl").addFilter(_not_of_storage)
         self._manager = ocp.CheckpointManager(self._folder, options=self._options)
         self._saving: int | None = None
 
@@ -159,9 +159,9 @@ def _fingerprint(state: TrainState) -> dict[str, list[int]]:
     return {"leaves": np.asarray(fingerprint(_saved(state))).tolist()}
 
 
-def _no_storage_error(record: logging.LogRecord) -> bool:
+def _not_of_storage(record: logging.LogRecord) -> bool:
     """The storage layer logs pages about an error that it raises, too: we say it in a sentence."""
-    return not (record.levelno >= logging.ERROR and "orbax" in record.pathname)
+    return not (record.levelno >= logging.WARNING and "orbax" in record.pathname)
 
 
 def _reason(error: BaseException) -> str:

@@ -38,7 +38,7 @@ class Unread(NamedTuple):
 
 
 class Loop:
-    """The loop. Metrics are read one step late, so that the device never waits for the host."""
+    """The loop. Metrics are read one step late, so that an accelerator never waits for the host."""
 
     def __init__(
         self,
@@ -62,6 +62,8 @@ class Loop:
         self.last_log = 0, time.monotonic()
         self.resources = contextlib.ExitStack()
         self.profiling = False
+        self.reads_late = jax.default_backend() != "cpu"  # where the next step has begun, a time would include it
+        self.compiled: tuple[int, float] | None = None
 
     def run(self, state: TrainState) -> TrainState:
         """Trains until `train.steps`, or until the stop signal. The state that it returns has been saved."""
@@ -80,13 +82,17 @@ class Loop:
                 if unread is not None:
                     self._report(unread)
                 unread = Unread(step, self.progress.windows, metrics)
+                if not self.reads_late:
+                    self._report(unread)
+                    unread = None
                 validate = step % config.validate_every == 0 or step == config.steps
                 save = step % config.checkpoint_every == 0 or step == config.steps
                 figures = self.figures is not None and step % log.memory_every == 0
                 if not (validate or save or figures):
                     continue
-                self._report(unread)
-                unread = None
+                if unread is not None:
+                    self._report(unread)
+                    unread = None
                 if figures:
                     self._log_figures(step, state)
                 if validate:
@@ -123,12 +129,14 @@ class Loop:
             self._report_skip(step, metrics)
         now = time.monotonic()
         since, then = self.last_log
+        if self.compiled is None:
+            self.compiled = self.last_log = step, now  # from here on nothing is compiled
         if step % self.config.log.every and step < self.config.train.steps:
-            if step == self.first + 1:
-                self.last_log = step, now  # from here on nothing is compiled
             return
-        seconds_per_step = (now - then) / max(step - since, 1)
-        tokens_per_step = self.config.train.batch_size * self.config.data.context
+        speed = {}
+        if step > self.compiled[0]:
+            tokens_per_second = (step - since) * self.config.train.batch_size * self.config.data.context / (now - then)
+            speed = {"tokens_per_second": tokens_per_second, **self._utilisation(tokens_per_second)}
         row = {
             "step": step,
             "loss": float(metrics.loss),
@@ -138,12 +146,13 @@ class Loop:
             "learning_rate": float(metrics.learning_rate),
             "skipped_updates": int(metrics.skips.total),
             "tokens": windows * self.config.data.context,
-            "tokens_per_second": tokens_per_step / seconds_per_step,
+            **speed,
             "seconds": now - self.started,
-            **self._utilisation(tokens_per_step / seconds_per_step),
         }
         self._log({name: value for name, value in row.items() if math.isfinite(value)})
-        self.line.show(row, seconds_per_step)
+        # Of all that is done between steps, too.
+        per_step = (now - self.compiled[1]) / (step - self.compiled[0]) if speed else None
+        self.line.show(row, per_step)
         self.last_log = step, now
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:

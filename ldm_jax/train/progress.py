@@ -24,14 +24,15 @@ class ProgressLine:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, row: Row, seconds_per_step: float) -> None:
-        """A training row."""
-        left = datetime.timedelta(seconds=round((self._steps - row["step"]) * seconds_per_step))
+    def show(self, row: Row, seconds_per_step: float | None) -> None:
+        """A training row. Without a time for a step, nothing is said of speed."""
         line = (
             f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  loss {row['loss']:.4f}  "
-            f"gradient {row['grad_norm']:.2f}  rate {row['learning_rate']:.2e}  "
-            f"{row['tokens_per_second']:,.0f} tokens/s  {left} left"
+            f"gradient {row['grad_norm']:.2f}  rate {row['learning_rate']:.2e}"
         )
+        if seconds_per_step is not None:
+            left = datetime.timedelta(seconds=round((self._steps - row["step"]) * seconds_per_step))
+            line += f"  {row['tokens_per_second']:,.0f} tokens/s  {left} left"
         if self._live is None:
             self._console.print(line, highlight=False, soft_wrap=True)
         else:

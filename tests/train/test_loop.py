@@ -88,7 +88,8 @@ def test_what_a_run_leaves(unbroken):
     validation = [row for row in rows if "validation_loss" in row]
     assert [row["step"] for row in training] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in validation] == [3, 6]
-    assert all(row.keys() == TRAINING_ROW for row in training)
+    assert all(row.keys() == TRAINING_ROW for row in training[1:])
+    assert TRAINING_ROW - training[0].keys() == {"tokens_per_second", "model_flops_per_second"}  # it was compiled
     for row in training:
         parts = [row[f"grad_norm_{part}"] for part in ("embedding", "blocks")]
         assert math.hypot(*parts) == pytest.approx(row["grad_norm"], rel=1e-5)
@@ -108,7 +109,7 @@ def test_what_a_run_leaves(unbroken):
 def test_what_a_depth_memory_leaves_beside(corpus, tmp_path):
     quietly(tiny(corpus, steps=3), tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert {"grad_norm_mixer"} == set(rows[0]) - TRAINING_ROW
+    assert {"grad_norm_mixer"} == set(rows[1]) - TRAINING_ROW
     (figures,) = (row for row in rows if "gate" in row)
     assert figures.keys() == {"step", *MemoryFigures._fields}
     assert figures["step"] == 3
