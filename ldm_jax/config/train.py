@@ -44,6 +44,7 @@ class TrainConfig:
             "checkpoint_every", "keep_checkpoints", "skips_in_a_row", "sample_tokens",
         )  # fmt: skip
         check_at_least(self, 0, "seed")
+        check(self.steps < 2**31, f"steps is {self.steps}, but it must be less than 2^31.")
         check(
             self.batch_size % self.accumulation == 0,
             f"accumulation is {self.accumulation}, which does not divide batch_size {self.batch_size}.",

@@ -9,15 +9,19 @@ from ldm_jax.data import Tokenizer
 from ldm_jax.infer.generation import Graph, generate
 from ldm_jax.infer.sampling import Sampling
 
+CONTEXT = 16
+"""Tokens of the prompt that a continuation is decoded with."""
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 class Completion:
     """The text that follows a prompt. It ends before a stop string, or where the model ends the document."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[bytes] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[bytes] = (), prompt: Sequence[int] = ()):
         self._tokenizer, self._stop = tokenizer, [word for word in stop if word]
-        self._tokens: list[int] = []
+        # Some tokenisers leave out a space before the first token: it is not the first if the prompt stands before it.
+        self._tokens = list(prompt[-CONTEXT:])
+        self._before = len(tokenizer.decode(self._tokens))
         self.text = b""
         """What is certain so far: it is no beginning of a stop string."""
         self.finished = False
@@ -29,7 +33,7 @@ class Completion:
         if token == self._tokenizer.end_of_document:
             return self.finish()
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
+        text = self._decode()
         places = [place for word in self._stop if (place := text.find(word)) >= 0]
         self.finished = bool(places)
         return self._settle(text, min(places) if places else len(text) - self._undecided(text))
@@ -39,8 +43,11 @@ class Completion:
         if self.finished:
             return b""
         self.finished = True
-        text = self._tokenizer.decode(self._tokens)
+        text = self._decode()
         return self._settle(text, len(text))
+
+    def _decode(self) -> bytes:
+        return self._tokenizer.decode(self._tokens)[self._before :]
 
     def _settle(self, text: bytes, end: int) -> bytes:
         new = text[len(self.text) : end]
@@ -49,7 +56,9 @@ class Completion:
 
     def _undecided(self, text: bytes) -> int:
         """Length of the longest end of the text that a stop string, or a character, may begin with."""
-        beginnings = [word[:length] for word in [*self._stop, _UNKNOWN + b"\0"] for length in range(1, len(word))]
+        beginnings = [word[:length] for word in self._stop for length in range(1, len(word))]
+        # Of a character whose bytes are tokens, some tokenisers show one such sign for each that has come.
+        beginnings += [_UNKNOWN * number for number in range(1, 4)]
         return max((len(start) for start in beginnings if text.endswith(start)), default=0)
 
 
@@ -76,7 +85,8 @@ def complete(
     if count < 1:
         raise ValueError(f"the number of tokens is {count}, but it must be at least 1.")
     ids = [tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
-    texts = [Completion(tokenizer, [word.encode(errors="surrogateescape") for word in stop]) for _ in prompts]
+    words = [word.encode(errors="surrogateescape") for word in stop]
+    texts = [Completion(tokenizer, words, prompt) for prompt in ids]
     tokens = generate(graph, params, ids, context, sampling=sampling, seed=seed)
     return _pieces(texts, tokens, count)
 

@@ -33,8 +33,9 @@ class Sampling:
             if not admissible:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must {allowed}.")
 
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "be positive and finite")
-        check("temperature", 0 <= self.temperature < math.inf, "be finite and not negative")
+        check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]")
+        temperature = self.temperature
+        check("temperature", temperature == 0 or 1e-4 <= temperature < math.inf, "be 0, or at least 1e-4 and finite")
         check("top_k", self.top_k is None or self.top_k >= 1, "be at least 1")
         check("top_p", 0 < self.top_p <= 1, "lie in (0, 1]")
         check("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]")
@@ -57,7 +58,8 @@ def filtered_logits(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[
     if sampling.top_p < 1:
         descending = jnp.sort(logits, axis=-1, descending=True)
         likelier = jnp.cumsum(jax.nn.softmax(descending), axis=-1) - jax.nn.softmax(descending)
-        least = jnp.min(jnp.where(likelier < sampling.top_p, descending, jnp.inf), axis=-1, keepdims=True)
+        within = (likelier < sampling.top_p).at[:, 0].set(True)
+        least = jnp.min(jnp.where(within, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     if sampling.min_p > 0:
         least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)

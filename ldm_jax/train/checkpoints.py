@@ -1,5 +1,7 @@
 """Checkpoints of a run: written beside the training, whole or not at all, and checked when they are read."""
 
+import hashlib
+import json
 import logging
 import re
 import shutil
@@ -62,7 +64,7 @@ class Checkpoints:
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(_saved(state)),  # pyright: ignore[reportCallIssue]
                 progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
-                fingerprint=ocp.args.JsonSave(_fingerprint(state)),  # pyright: ignore[reportCallIssue]
+                fingerprint=ocp.args.JsonSave(_fingerprint(state, progress)),  # pyright: ignore[reportCallIssue]
             )
             if not self._manager.save(step, args=items):
                 raise OSError(f"the folder has a checkpoint of step {self.latest_step()} already")
@@ -80,9 +82,13 @@ class Checkpoints:
             return self._failed(step, error)
         return None
 
-    def _failed(self, step: int | None, error: Exception) -> str:
+    def remove_leftovers(self) -> None:
+        """Removes what a save that was broken off has left. Only for the one process that trains."""
         for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _failed(self, step: int | None, error: Exception) -> str:
+        self.remove_leftovers()
         self._manager.reload()  # it counts the failed one among those that there are
         kept = self.latest_step()
         return f"the checkpoint of step {step} could not be written to {self._folder}: {_reason(error)} " + (
@@ -131,12 +137,14 @@ class Checkpoints:
             fingerprint=ocp.args.JsonRestore(),
         )
         restored = self._manager.restore(step, args=items)
-        state = like._replace(**restored["state"])
-        if _fingerprint(state) != restored["fingerprint"]:
-            raise ValueError("its arrays are not those that were written")
+        state, progress = like._replace(**restored["state"]), Progress(**restored["progress"])
+        if _fingerprint(state, progress) != restored["fingerprint"]:
+            raise ValueError("its content is not what was written")
+        if int(state.step) != step:
+            raise ValueError(f"it is of step {int(state.step)}")
         expected, found = (jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in (like, state))
         assert found == expected, "a restored array has another type"
-        return state, Progress(**restored["progress"])
+        return state, progress
 
     def _put_aside(self, later_than: int) -> None:
         """Renames the folders of damaged checkpoints, so that their steps can be saved again."""
@@ -155,8 +163,10 @@ def _saved(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in state._asdict().items() if part is not None}
 
 
-def _fingerprint(state: TrainState) -> dict[str, list[int]]:
-    return {"leaves": np.asarray(fingerprint(_saved(state))).tolist()}
+def _fingerprint(state: TrainState, progress: Progress) -> dict[str, Any]:
+    text = json.dumps(progress._asdict(), sort_keys=True)
+    leaves = np.asarray(fingerprint(_saved(state))).tolist()
+    return {"leaves": leaves, "progress": hashlib.blake2b(text.encode()).hexdigest()[:16]}
 
 
 def _not_of_storage(record: logging.LogRecord) -> bool:

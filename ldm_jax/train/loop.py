@@ -109,7 +109,9 @@ class Loop:
         return state
 
     def _open(self) -> None:
-        self.metrics = MetricsFile(self.directory.metrics_file, self.first, self.config.train.checkpoint_every)
+        self.metrics = MetricsFile(self.directory.metrics_file, self.first)
+        if (rows := self.metrics.put_aside) is not None:
+            self.line.note(f"warning: there were rows of metrics, but no checkpoint: they are now in {rows}")
         self.resources.enter_context(contextlib.closing(self.metrics))
         self.sinks = make_sinks(self.config, self.directory.path)
         for sink in self.sinks:

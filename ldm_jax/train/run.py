@@ -41,6 +41,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             directory.store(config)  # before the folder holds anything else, so that it is known for a run
         keep = config.train.keep_checkpoints, config.train.keep_every
         with contextlib.closing(Checkpoints(directory.checkpoints, *keep)) as checkpoints:
+            checkpoints.remove_leftovers()
             state, warnings = make_state(config), []
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:

@@ -92,6 +92,20 @@ def test_a_stop_string_is_left_out_however_it_comes():
     assert grown(b"ab\0cd")[1] == b"ab"  # the end of the document
 
 
+class Spelled(ByteTokenizer):
+    """A tokeniser that leaves out a first space, and shows a sign for a character that is not whole."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace").removeprefix(" ").encode()
+
+
+def test_text_is_decoded_after_its_prompt_and_in_whole_characters():
+    text = Completion(Spelled(), [b" world"], prompt=list(b"hello"))
+    assert b"".join(text.add(token) for token in " €".encode()) == " €".encode()
+    assert b"".join(text.add(token) for token in b" world") == b""
+    assert (text.text, text.finished) == (" €".encode(), True)
+
+
 def test_texts_of_several_prompts():
     pieces = list(complete(GRAPH, PARAMS, ByteTokenizer(), ["def ", ""], 16, 7, sampling=GREEDY))
     texts = [b"".join(parts) for parts in zip(*pieces, strict=True)]

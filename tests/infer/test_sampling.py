@@ -33,7 +33,7 @@ def test_top_p(rng):
     logits = rng.normal(size=50)
     probabilities = np.exp(logits) / np.exp(logits).sum()
     order = np.argsort(-logits)
-    for p in (1e-6, 0.3, 0.9):
+    for p in (1e-40, 1e-6, 0.3, 0.9):
         fewest = next(n for n in range(1, 51) if probabilities[order[:n]].sum() >= p)
         assert allowed(logits, top_p=p)[1] == set(order[:fewest].tolist())
 
@@ -63,12 +63,14 @@ def test_draws_have_the_probabilities():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0, but it must be finite and not negative"),
+        ({"temperature": -1.0}, "temperature is -1.0, but it must be 0, or at least 1e-4 and finite"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"repetition_penalty": 1e39}, r"repetition_penalty is 1e\+39, but it must lie in"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0, but it must be at least 1"),
         ({"top_p": 0.0}, r"top_p is 0.0, but it must lie in \(0, 1\]"),
         ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but it must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but it must lie in"),
     ],
 )
 def test_options_out_of_range(options, sentence):

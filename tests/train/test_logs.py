@@ -93,7 +93,7 @@ def test_memory_figures_are_those_of_the_inspection():
 
 
 def test_pictures_of_a_run(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0, 1)
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
     for step in range(1, 9):
         loss = {"loss": 3 / step, "grad_norm": 1 / step, "learning_rate": 0.1, "tokens_per_second": 100.0}
         file.write({"step": step, "tokens": 10 * step, **loss})

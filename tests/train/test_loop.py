@@ -234,7 +234,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(corpus, tmp_path, 
 
 
 def test_rows_that_a_full_disk_did_not_take_come_later(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0, 1)
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
     whole, space = file._file, [7]
 
     class Full:
@@ -351,17 +351,38 @@ def test_a_wrong_line_of_metrics_loses_nothing(tmp_path, line):
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', errors="surrogateescape")
     before = path.read_bytes()
     with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is no row"):
-        MetricsFile(path, 1, 1)
+        MetricsFile(path, 1)
     assert path.read_bytes() == before
 
 
 def test_rows_without_their_checkpoints_are_not_thrown_away(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 10}\n{"step": 20}\n')
-    with pytest.raises(UserError, match=r"rows up to step 20, but the run's checkpoints are gone"):
-        MetricsFile(path, 0, 10)
-    MetricsFile(path, 0, 25).close()  # killed before its first checkpoint: the run starts anew
-    assert path.read_text() == ""
+    for name in ("metrics.before.jsonl", "metrics.before1.jsonl"):
+        path.write_text('{"step": 10}\n{"step": 20}\n')
+        file = MetricsFile(path, 0)  # killed before its first checkpoint, or the checkpoints are gone
+        file.close()
+        assert file.put_aside == tmp_path / name
+        assert len(read_metrics(tmp_path / name)) == 2
+        assert path.read_text() == ""
+
+
+def test_a_checkpoint_with_other_numbers_is_damaged(unbroken, tmp_path):
+    config, whole, expected, _ = unbroken
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    (path / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir()
+    file = path / "checkpoints" / "6" / "progress" / "metadata"
+    assert '"windows": 24' in file.read_text()
+    file.write_text(file.read_text().replace('"windows": 24', '"windows": 20'))
+    state, output = quietly(config, path)
+    assert "step 6 in" in output
+    assert "is damaged: its content is not what was written." in output
+    assert_same_bits(state, expected)
+    assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == ["4", "6", "6.damaged"]
+    (path / "checkpoints" / "4").rename(path / "checkpoints" / "8")
+    _, output = quietly(config, path)
+    assert "step 8 in" in output
+    assert "is damaged: it is of step 4." in output
 
 
 def test_a_ruinous_update_is_not_saved(corpus, tmp_path, monkeypatch):
