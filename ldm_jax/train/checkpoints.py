@@ -105,8 +105,8 @@ class Checkpoints:
     def restore_latest(self, like: TrainState) -> tuple[TrainState, Progress, list[str]] | None:
         """The state and progress of the newest checkpoint that is whole; None if there is no checkpoint at all.
 
-        One that cannot be read, or whose arrays are not those that were written, is passed over: its folder gets
-        another name, and a sentence for it is among those returned.
+        One that cannot be read, or whose content is not what was written, is passed over, and a sentence for it is
+        among those returned. Nothing on disk changes: another process may be training there.
 
         Args:
             like: a state of the shapes and types wanted.
@@ -121,7 +121,6 @@ class Checkpoints:
             except Exception as error:
                 warnings.append(f"the checkpoint of step {step} in {self._folder} is damaged: {_reason(error)}")
             else:
-                self._put_aside(later_than=step)
                 return state, progress, warnings
         if warnings:
             raise UserError(
@@ -146,8 +145,8 @@ class Checkpoints:
         assert found == expected, "a restored array has another type"
         return state, progress
 
-    def _put_aside(self, later_than: int) -> None:
-        """Renames the folders of damaged checkpoints, so that their steps can be saved again."""
+    def put_aside(self, later_than: int) -> None:
+        """Renames the folders of damaged checkpoints, so that their steps can be saved again. As `remove_leftovers`."""
         for step in self._manager.all_steps():
             if step > later_than:
                 folder = self._folder / str(step)

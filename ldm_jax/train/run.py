@@ -46,6 +46,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:
                 state, progress, warnings = restored
+                checkpoints.put_aside(later_than=int(state.step))
             notes = [f"changed     {change}" for change in changes] + [f"warning     {warning}" for warning in warnings]
             _introduce(console, config, path, data, state, progress, notes)
             if state.step < config.train.steps:

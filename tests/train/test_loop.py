@@ -266,6 +266,11 @@ def test_a_damaged_checkpoint_is_passed_over(unbroken, tmp_path, damage):
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    assert load_run(path).step == 4
+    assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == [
+        "4",
+        "6",
+    ]  # who only reads moves nothing
     state, output = quietly(config, path)
     assert "warning     the checkpoint of step 6 in" in output
     assert "goes on from step 4" in output
