@@ -20,6 +20,7 @@ SHARED = {
     "config",
     "config_file",
     "options",
+    "live_line",
 }  # may be imported from anywhere that may import theirs
 MODULES = sorted(ROOT.glob("ldm_jax/**/*.py"))
 

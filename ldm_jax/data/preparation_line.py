@@ -4,34 +4,28 @@ import datetime
 import time
 
 from rich.console import Console
-from rich.live import Live
 
 from ldm_jax.data.documents import DocumentSource, Position
 from ldm_jax.data.preparation_folder import Progress
+from ldm_jax.live_line import LiveLine
 
 SECONDS = 20.0  # from one line to the next where nothing moves
 
 
-class PreparationLine:
-    """Shards, tokens, tokens per second, how much is done, time left. A context manager."""
+class PreparationLine(LiveLine):
+    """Shards, tokens, tokens per second, how much is done, time left."""
 
     def __init__(self, console: Console, before: Progress, source: DocumentSource):
-        self._console, self._source = console, source
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        super().__init__(console)
+        self._source = source
         self._before = _tokens(before)
         self._done_before = self._done(before.position)
         self._started = self._shown = time.monotonic()
 
     def __enter__(self) -> "PreparationLine":
         if self._before:
-            self._print(f"goes on after {self._before:,} tokens")
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+            self.note(f"goes on after {self._before:,} tokens")
+        return super().__enter__()
 
     def show(self, progress: Progress, waiting: int, position: Position) -> None:
         """How far it is: whole shards, tokens of the next one, where the source is read on."""
@@ -42,17 +36,12 @@ class PreparationLine:
         if done > self._done_before:
             left = seconds * (1 - done) / (done - self._done_before)
             line += f"  {done:.0%}  {datetime.timedelta(seconds=round(left))} left"
-        if self._live is not None:
-            self._live.update(line, refresh=True)
-        elif now - self._shown >= SECONDS:
-            self._print(line)
+        if self.moves or now - self._shown >= SECONDS:
+            self.update(line)
             self._shown = now
 
     def _done(self, position: Position) -> float:
         return 0.0 if position is None else self._source.done(position) or 0.0
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def _tokens(progress: Progress) -> int:
