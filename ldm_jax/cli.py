@@ -4,7 +4,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -67,10 +67,10 @@ def parse_train_arguments(arguments: list[str]) -> TrainArguments:
     return parsed
 
 
-def parse(arguments_type: type[Arguments]) -> Arguments:
-    """The command line as a dataclass. Raises UserError for values that do not go together."""
+def parse(arguments_type: type[Arguments], arguments: Sequence[str] | None = None) -> Arguments:
+    """The arguments, or the command line, as a dataclass. Raises UserError for values that do not go together."""
     try:
-        return tyro.cli(arguments_type, config=_TYRO, registry=_REGISTRY)
+        return tyro.cli(arguments_type, args=arguments, config=_TYRO, registry=_REGISTRY)
     except ValueError as error:
         raise UserError(str(error)) from error
 

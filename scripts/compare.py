@@ -11,6 +11,8 @@ import tyro
 
 from ldm_jax.cli import parse, require_matplotlib, run_script
 from ldm_jax.config_file import read_methods
+from ldm_jax.report.comparison import BASELINE, check_baseline, report
+from ldm_jax.report.finished_runs import stored_methods
 from ldm_jax.report.sweep import Sweep
 
 
@@ -28,23 +30,33 @@ class Arguments:
     """The grid of rates, which grows where the best is at its edge. A single one is taken as it is."""
     jobs: int = 1
     """Runs at a time, which share the cores."""
+    baseline: str = BASELINE
+    """The method that the others' losses and step times are compared with."""
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Makes the tables and pictures of a comparison anew."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the comparison."""
+    baseline: str = BASELINE
+    """The method that the others' losses and step times are compared with."""
 
 
 def main() -> None:
     """Parses; trains and reports, or only reports."""
     require_matplotlib()
-    from ldm_jax.report.comparison import report
-    from ldm_jax.report.finished_runs import stored_methods
-
-    if sys.argv[1:2] == ["report"] and len(sys.argv) == 3:
-        folder = Path(sys.argv[2])
-        report(folder, stored_methods(folder))
+    if sys.argv[1:2] == ["report"]:
+        again = parse(ReportArguments, sys.argv[2:])
+        report(again.folder, stored_methods(again.folder), again.baseline)
         return
     arguments = parse(Arguments)
     methods = read_methods(arguments.configs)
+    check_baseline(arguments.baseline, methods)
     sweep = Sweep(arguments.out, Path(__file__).parent / "train.py", arguments.jobs)
     sweep.tune_and_repeat(methods, arguments.learning_rates, arguments.seeds)
-    report(arguments.out, methods)
+    report(arguments.out, methods, arguments.baseline)
 
 
 if __name__ == "__main__":

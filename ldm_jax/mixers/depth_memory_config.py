@@ -33,7 +33,7 @@ class DepthMemoryConfig:
 
     groups: int = 4
     """G: the groups that the width is split into; each has its own memory, forgetting, gates and gain."""
-    key_dim: int = 4
+    key_dim: int = 8
     """K: width of keys and queries. The state is K times as wide as the stream."""
     latent_dim: int = 32
     """R: width of the latent that keys and importance, or queries and gates, are computed from."""

@@ -16,6 +16,7 @@ from ldm_jax.report.method_costs import MethodCosts, measure
 from ldm_jax.report.statistics import Mean, mean
 
 BASELINE = "preln"
+"""What methods are compared with unless another is asked for."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Result:
         return self.runs[0].learning_rate
 
 
+def check_baseline(baseline: str, methods: Mapping[str, Config]) -> None:
+    """Raises UserError for a baseline that was asked for and is not there; without `preln` nothing is compared."""
+    if baseline not in methods and baseline != BASELINE:
+        raise UserError(f"the baseline is {baseline}, but there is no such method: choose from {', '.join(methods)}.")
+
+
 def method_costs(folder: Path, methods: Mapping[str, Config]) -> dict[str, MethodCosts]:
     """The costs of the methods, measured together unless `costs.json` has them all already."""
     file = folder / "costs.json"
@@ -50,20 +57,22 @@ def method_costs(folder: Path, methods: Mapping[str, Config]) -> dict[str, Metho
     return {method: MethodCosts(**stored[own]) for method, own in hashes.items()}
 
 
-def results(folder: Path, methods: Mapping[str, Config], costs: Mapping[str, MethodCosts]) -> list[Result]:
+def results(
+    folder: Path, methods: Mapping[str, Config], costs: Mapping[str, MethodCosts], baseline: str = BASELINE
+) -> list[Result]:
     """A row for each method that has runs, best first. Rows of configs that have changed since are not looked at.
 
     A method's rate is the best on the seed that has most rates.
     """
     finished = read_finished(folder / "runs.csv")
     chosen = {method: _at_tuned_rate(method, config, finished) for method, config in methods.items()}
-    baseline = {run.seed: run.validation_loss for run in chosen.get(BASELINE, ())}
+    base_loss = {run.seed: run.validation_loss for run in chosen.get(baseline, ())}
     rows = []
     for method, runs in chosen.items():
         if not runs:
             continue
-        paired = [run.validation_loss - baseline[run.seed] for run in runs if run.seed in baseline]
-        own, base = costs.get(method), costs.get(BASELINE)
+        paired = [run.validation_loss - base_loss[run.seed] for run in runs if run.seed in base_loss]
+        own, base = costs.get(method), costs.get(baseline)
         ratio = own.step_seconds / base.step_seconds if own and base else None
         loss = mean([run.validation_loss for run in runs])
         rows.append(Result(method, runs, own, ratio, loss, mean(paired) if paired else None))
@@ -85,7 +94,7 @@ def _at_tuned_rate(method: str, config: Config, finished: Sequence[FinishedRun])
 
 
 _COLUMNS = (
-    "method", "parameters", "mixer_parameters", "flops_per_token", "temporary_bytes", "step_over_preln",
+    "method", "parameters", "mixer_parameters", "flops_per_token", "temporary_bytes", "step_over_baseline",
     "learning_rate", "seeds", "validation_loss", "validation_loss_half_width", "difference", "difference_half_width",
 )  # fmt: skip
 
@@ -108,11 +117,11 @@ def write_csv(rows: Sequence[Result], file: Path) -> None:
     write_atomically(file, text.getvalue())
 
 
-def markdown(rows: Sequence[Result]) -> str:
+def markdown(rows: Sequence[Result], baseline: str = BASELINE) -> str:
     """The table for people."""
     lines = [
-        "| method | parameters (mixer) | kflop a token | memory, MiB | step / PreLN | rate | seeds | validation loss | "
-        "less PreLN, same seeds |",
+        f"| method | parameters (mixer) | kflop a token | memory, MiB | step / {baseline} | rate | seeds | "
+        f"validation loss | less {baseline}, same seeds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -123,7 +132,7 @@ def markdown(rows: Sequence[Result]) -> str:
             sizes = f"{parameters} | {costs.flops_per_token / 1e3:,.0f} | {costs.temporary_bytes / 2**20:,.0f}"
         if row.step_over_baseline is not None:
             ratio = f"{row.step_over_baseline:.2f}"
-        if row.difference is not None and row.method != BASELINE:
+        if row.difference is not None and row.method != baseline:
             difference = _with_interval(row.difference, sign="+") + (", covers 0" if row.difference.covers_zero else "")
         rate, seeds = f"{row.learning_rate:g}", str(len(row.runs))
         cells = row.method, sizes, ratio, rate, seeds, _with_interval(row.loss), difference
@@ -136,20 +145,21 @@ def _with_interval(value: Mean, sign: str = "") -> str:
     return f"{value.mean:{sign}.4f}{interval}"
 
 
-def report(folder: Path, methods: Mapping[str, Config]) -> None:
+def report(folder: Path, methods: Mapping[str, Config], baseline: str = BASELINE) -> None:
     """Writes `results.csv`, `results.md` and the pictures into the folder, and prints the table.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: a file cannot be written; there is no such baseline.
     """
     from ldm_jax.report.comparison_plots import plot_comparison  # needs matplotlib
 
-    rows = results(folder, methods, method_costs(folder, methods))
+    check_baseline(baseline, methods)
+    rows = results(folder, methods, method_costs(folder, methods), baseline)
     try:
         write_csv(rows, folder / "results.csv")
-        write_atomically(folder / "results.md", markdown(rows))
+        write_atomically(folder / "results.md", markdown(rows, baseline))
     except OSError as error:
         raise UserError(f"the results cannot be written to {folder}: {error.strerror}.") from error
-    print(markdown(rows))
+    print(markdown(rows, baseline))
     for file in [folder / "results.csv", folder / "results.md", *plot_comparison(rows, folder)]:
         print(file)

@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, trainer):
 
 def test_options_of_other_mixers_do_not_count():
     config = methods()["preln"]
-    other = dataclasses.replace(config, mixer=dataclasses.replace(config.mixer, ldm=LDMConfig(key_dim=8)))
+    other = dataclasses.replace(config, mixer=dataclasses.replace(config.mixer, ldm=LDMConfig(key_dim=6)))
     assert make_run("a", config, 1e-3, 0).config_hash == make_run("b", other, 1e-3, 0).config_hash
     for changed in (make_run("a", config, 2e-3, 0), make_run("a", config, 1e-3, 1), make_run("a", Config(), 1e-3, 0)):
         assert changed.config_hash != make_run("a", config, 1e-3, 0).config_hash
@@ -195,6 +195,11 @@ def test_results_are_paired_by_seed(tmp_path, trainer, capsys):
     assert "| ldm | 100 (10) | 5,000 | 1 | 1.50 | 0.004 | 3 | 1.5100 ± 0.0248 | -0.2000 ± 0.0000 |" in markdown(rows)
     report(folder, stored_methods(folder))
     assert "| preln |" in capsys.readouterr().out
+    against = results(folder, stored_methods(folder), costs, baseline="ldm")
+    assert against[1].difference.mean == pytest.approx(0.2)
+    assert "| 0.67 | 0.001 | 3 | 1.7100 ± 0.0248 | +0.2000 ± 0.0000 |" in markdown(against, "ldm")
+    with pytest.raises(UserError, match="no such method: choose from ldm, preln"):
+        report(folder, stored_methods(folder), "pre")
     table = list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
     assert [row["method"] for row in table] == ["ldm", "preln"]
     assert float(table[0]["difference"]) == pytest.approx(-0.2)
@@ -213,6 +218,12 @@ def test_variants(tmp_path):
     )
     found = read_methods([tmp_path / "variants.toml"])
     assert found["plain"] == methods()["ldm"]
+    deeper = (tmp_path / "variants.toml").read_text().replace("[variants.pl", "[model]\ndepth = 5\n[variants.pl")
+    (tmp_path / "deeper.toml").write_text(deeper)
+    assert [config.model.depth for config in read_methods([tmp_path / "deeper.toml"]).values()] == [5, 3]
+    (tmp_path / "typo.toml").write_text(deeper.replace("[model]", "[modle]"))
+    with pytest.raises(UserError, match="unknown key modle"):
+        read_methods([tmp_path / "typo.toml"])
     assert (found["wide"].mixer.ldm.key_dim, found["wide"].model.depth, found["wide"].train.steps) == (8, 3, 20)
     with pytest.raises(UserError, match="two configs named base"):
         read_methods([tmp_path / "base.toml"] * 2)
@@ -225,5 +236,5 @@ def test_variants(tmp_path):
     with pytest.raises(UserError, match="there is no config file"):
         read_methods([tmp_path / "variants.toml"])
     (tmp_path / "variants.toml").write_text('based = "base.toml"\n[variants.bad]\n')
-    with pytest.raises(UserError, match="takes base, a file"):
+    with pytest.raises(UserError, match="takes base, the name of a file"):
         read_methods([tmp_path / "variants.toml"])
