@@ -39,7 +39,8 @@ def _read_table(path: Path) -> dict[str, Any]:
 def read_variants(path: Path) -> dict[str, Config]:
     """The configs by name in a file: one named after it, or, where it has `base` and `variants`, one for each variant.
 
-    `base` is another config file, beside this one; `[variants.NAME]` has what differs from it.
+    `base` is another config file, beside this one; the file's own sections have what differs from it in all variants,
+    `[variants.NAME]` what differs in one.
 
     Raises:
         UserError: as `read_config`.
@@ -47,13 +48,13 @@ def read_variants(path: Path) -> dict[str, Config]:
     table = _read_table(path)
     if "variants" not in table:
         return {path.stem: _from_table(Config, table, str(path), ())}
-    rest = sorted(set(table) - {"base", "variants"})
-    if rest or not isinstance(table.get("base"), str) or not isinstance(table["variants"], dict):
-        raise UserError(f"{path} has variants, so it takes base, a file, and tables [variants.NAME], and nothing else.")
-    base = _read_table(path.parent / table["base"])
+    base, variants = table.pop("base", None), table.pop("variants")
+    if not isinstance(base, str) or not isinstance(variants, dict):
+        raise UserError(f"{path} has variants, so it takes base, the name of a file, and tables [variants.NAME].")
+    base = _merged(_read_table(path.parent / base), table)
     return {
         name: _from_table(Config, _merged(base, changes), f"{path}, variant {name}", ())
-        for name, changes in table["variants"].items()
+        for name, changes in variants.items()
     }
 
 
@@ -83,6 +84,14 @@ def _merged(base: Any, changes: Any) -> Any:
 def config_to_toml(config: Config) -> str:
     """The whole config, defaults included, as TOML. Options that are None are left out."""
     return tomli_w.dumps(config_to_table(config))
+
+
+def options_in_use(config: Config) -> dict[str, Any]:
+    """The whole config as nested dictionaries, without the options of mixers that it has not."""
+    table = config_to_table(config)
+    mixer, kind = table["mixer"], table["mixer"]["kind"]
+    used = {name: value for name, value in mixer.items() if name == kind or not isinstance(value, dict)}
+    return {**table, "mixer": used}
 
 
 def config_to_table(config: Any) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def main() -> None:
         if run.config.mixer.kind is MixerKind.LDM:
             silent = evaluate(without_reads(run.params), windows)
             print(f"with all read gains at zero: {silent}")
-            print(f"the memory's reads are worth {silent.loss - result.loss:.4f} nats a token to this model")
+            worth, error = silent.less(result)
+            print(f"the memory's reads are worth {worth:.4f} +- {error:.4f} nats a token to this model")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def corpus_files(config: DataConfig) -> list[Path]:
     """The files of the corpus, sorted by path.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or the path is that of a folder.
     """
     if config.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -71,6 +71,8 @@ def corpus_files(config: DataConfig) -> list[Path]:
         files = [file for file in root.rglob("*.py") if not installed.intersection(file.relative_to(root).parts)]
     else:
         pattern = os.path.expanduser(config.path)
+        if os.path.isdir(pattern):
+            raise UserError(f'data.path is "{config.path}", a folder: say which files, as in "{config.path}/**/*.txt".')
         files = [Path(file) for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)]
     if not files:
         raise UserError(f"the corpus {_name(config)} has no file: check data.path.")

@@ -21,8 +21,10 @@ class Evaluation(NamedTuple):
     """Nats per token."""
     standard_error: float
     """Of the loss, from its spread over windows; nats per token."""
-    bytes_per_token: float = 1.0
+    bytes_per_token: float
     """Of the text, on average."""
+    windows: tuple[Float[np.ndarray, " windows"], Float[np.ndarray, " windows"]]
+    """Summed loss and number of targets of each."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -42,6 +44,18 @@ class Evaluation(NamedTuple):
             f"{self.perplexity * self.standard_error:.2f}, {self.bits_per_byte:.4f} +- "
             f"{self.bits_per_byte * relative:.4f} bits a byte"
         )
+
+    def less(self, other: "Evaluation") -> tuple[float, float]:
+        """The difference of the losses to another's on the same windows, and its standard error over windows."""
+        (own, targets), (others, _) = self.windows, other.windows
+        return _mean(own - others, targets)
+
+
+def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " windows"]) -> tuple[float, float]:
+    """The mean by target, and its standard error from the spread over windows."""
+    mean, count = float(sums.sum() / targets.sum()), len(sums)
+    spread = math.sqrt(np.sum((sums - mean * targets) ** 2) * count / (count - 1)) if count > 1 else math.inf
+    return mean, spread / float(targets.sum())
 
 
 def make_evaluate(
@@ -68,8 +82,6 @@ def make_evaluate(
             for start in range(0, count, size)
         ]
         total, targets = (np.concatenate([np.asarray(part[i], np.float64) for part in parts])[:count] for i in (0, 1))
-        loss = float(total.sum() / targets.sum())
-        spread = math.sqrt(np.sum((total - loss * targets) ** 2) * count / (count - 1)) if count > 1 else math.inf
-        return Evaluation(loss, spread / float(targets.sum()), bytes_per_token)
+        return Evaluation(*_mean(total, targets), bytes_per_token, (total, targets))
 
     return evaluate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_table, config_to_toml, read_config
+from ldm_jax.config_file import config_to_toml, options_in_use, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.train.metrics import read_metrics
@@ -40,10 +40,7 @@ class Run:
     @property
     def config_hash(self) -> str:
         """Eight hexadecimal digits of all that the run depends on: options of mixers that it has not are left out."""
-        table = config_to_table(self.config)
-        kind = table["mixer"]["kind"]
-        options = {name: value for name, value in table["mixer"].items() if name == kind or not isinstance(value, dict)}
-        text = json.dumps({**table, "mixer": options}, sort_keys=True)
+        text = json.dumps(options_in_use(self.config), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property

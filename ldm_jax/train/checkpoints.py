@@ -1,6 +1,7 @@
 """Checkpoints of a run: written beside the training, whole or not at all, and checked when they are read."""
 
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -149,8 +150,8 @@ class Checkpoints:
         """Renames the folders of damaged checkpoints, so that their steps can be saved again. As `remove_leftovers`."""
         for step in self._manager.all_steps():
             if step > later_than:
-                folder = self._folder / str(step)
-                folder.rename(folder.with_name(f"{step}.damaged{len(list(self._folder.glob('*.damaged*'))) or ''}"))
+                names = (self._folder / f"{step}.damaged{number or ''}" for number in itertools.count())
+                (self._folder / str(step)).rename(next(name for name in names if not name.exists()))
         self._manager.reload()
 
     def close(self) -> None:

@@ -5,10 +5,11 @@ import tempfile
 from pathlib import Path
 
 import jax
+import tomli_w
 from rich.console import Console
 
 from ldm_jax.config import AttentionImplementation, Config
-from ldm_jax.config_file import config_to_toml
+from ldm_jax.config_file import config_to_toml, options_in_use
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
@@ -102,7 +103,7 @@ def _introduce(
     tokens = config.train.steps * config.train.batch_size * config.data.context
     count = " + ".join(f"{count:,} {part}" for part, count in parts.items())
     lines = [
-        config_to_toml(config).strip(),
+        tomli_w.dumps(options_in_use(config)).strip(),
         f"\ndevice      {jax.device_count()} x {device.platform} ({device.device_kind}), jax {jax.__version__}",
         f"parameters  {sum(parts.values()):,} = {count}",
         f"corpus      {data.describe()}",

@@ -104,6 +104,11 @@ def test_corpora_that_do_not_serve(tmp_path, contents, options, words):
         load_corpus(config(tmp_path / "*.txt", **options))
 
 
+def test_a_folder_is_not_a_pattern(tmp_path):
+    with pytest.raises(UserError, match=r"a folder: say which files, as in .*\*\*/\*\.txt"):
+        load_corpus(config(tmp_path))
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no file"):

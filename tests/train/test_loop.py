@@ -384,10 +384,13 @@ def test_a_checkpoint_with_other_numbers_is_damaged(unbroken, tmp_path):
     assert "is damaged: its content is not what was written." in output
     assert_same_bits(state, expected)
     assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == ["4", "6", "6.damaged"]
+    (path / "checkpoints" / "7.damaged").mkdir()
+    (path / "checkpoints" / "8.damaged").mkdir()  # of an earlier time
     (path / "checkpoints" / "4").rename(path / "checkpoints" / "8")
     _, output = quietly(config, path)
     assert "step 8 in" in output
     assert "is damaged: it is of step 4." in output
+    assert (path / "checkpoints" / "8.damaged1").is_dir()
 
 
 def test_a_ruinous_update_is_not_saved(corpus, tmp_path, monkeypatch):

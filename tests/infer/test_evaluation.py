@@ -1,0 +1,44 @@
+"""Losses on held-out text: means, and standard errors over windows."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ldm_jax.config import ModelConfig
+from ldm_jax.data import Batch
+from ldm_jax.infer import make_evaluate
+from ldm_jax.mixers import LDMConfig, MixerConfig, without_reads
+from ldm_jax.nn import init_params, model_graph
+
+MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)
+MIXER = MixerConfig(ldm=LDMConfig(groups=2, key_dim=2, latent_dim=4))
+GRAPH, PARAMS = model_graph(MODEL, MIXER), init_params(MODEL, MIXER, 0)
+
+
+def window_losses(params, tokens):
+    logits = jax.jit(lambda ids: nnx.merge(GRAPH, params)(ids))(tokens[:, :-1])
+    logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    return -np.take_along_axis(logs, tokens[:, 1:, None], axis=-1).squeeze(-1).mean(axis=1)
+
+
+def test_means_and_standard_errors_are_those_of_the_windows(rng):
+    tokens = rng.integers(0, 256, (5, 9), np.int32)  # two a time, so the last batch is filled up
+    evaluate = make_evaluate(GRAPH, 2, bytes_per_token=2.0)
+    with_reads, silent = (evaluate(params, Batch(tokens, None)) for params in (PARAMS, without_reads(PARAMS)))
+    expected, expected_silent = window_losses(PARAMS, tokens), window_losses(without_reads(PARAMS), tokens)
+    assert with_reads.loss == pytest.approx(expected.mean(), rel=1e-5)
+    assert with_reads.standard_error == pytest.approx(expected.std(ddof=1) / math.sqrt(5), rel=1e-3)
+    assert with_reads.bits_per_byte == pytest.approx(expected.mean() / math.log(2) / 2, rel=1e-5)
+    difference, error = silent.less(with_reads)
+    paired = expected_silent - expected
+    assert difference == pytest.approx(paired.mean(), abs=1e-5)
+    assert error == pytest.approx(paired.std(ddof=1) / math.sqrt(5), abs=1e-5)
+    assert error < with_reads.standard_error / 2  # what both windows share is not in it
+
+
+def test_one_window_has_no_standard_error(rng):
+    only = make_evaluate(GRAPH, 8)(PARAMS, Batch(rng.integers(0, 256, (1, 9), np.int32), None))
+    assert math.isinf(only.standard_error)
