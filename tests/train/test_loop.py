@@ -130,7 +130,7 @@ def test_a_stopped_run_ends_with_the_bits_of_an_unbroken_one(unbroken, tmp_path)
 
 
 def test_more_steps_continue_a_finished_run(unbroken, corpus, tmp_path):
-    config = tiny(corpus, steps=4)
+    config = without_memory(tiny(corpus, steps=4))
     path = tmp_path / "run"
     quietly(config, path)
     _, output = quietly(config, path)
@@ -425,14 +425,14 @@ def test_a_users_config_is_not_overwritten(corpus, tmp_path):
 def test_what_is_no_run_is_not_loaded(tmp_path, corpus):
     with pytest.raises(UserError, match="holds no run"):
         load_run(tmp_path / "nothing")
-    run_and_stop(tiny(corpus), tmp_path / "run", 1)
+    run_and_stop(without_memory(tiny(corpus)), tmp_path / "run", 1)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         load_run(tmp_path / "run")
 
 
 def test_a_changed_corpus_is_told(unbroken, tmp_path):
     corpus = make_corpus(tmp_path / "corpus")
-    config, path = tiny(corpus), tmp_path / "run"
+    config, path = without_memory(tiny(corpus)), tmp_path / "run"
     run_and_stop(config, path, 3)
     (tmp_path / "corpus" / "new.txt").write_text("more text\n" * 20)
     _, output = quietly(config, path)

@@ -134,7 +134,7 @@ def test_the_memory_has_a_rate_and_a_decay_of_its_own(tmp_path):
     before, slower, _ = one_update(with_optimizer(config, mixer_learning_rate=0.1, mixer_weight_decay=0.5))
     moved, moved_slower, start = (parts_of(tree) for tree in (plain, slower, before))
     for a, b in zip(moved["blocks"], moved_slower["blocks"], strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=5e-7)  # two programs may round the last bit differently
     flags = parts_of(matrices(before))["mixer"]
     for a, b, x, decays in zip(moved["mixer"], moved_slower["mixer"], start["mixer"], flags, strict=True):
         # Parameters of size 4 are float32 numbers 5e-7 apart.
@@ -154,8 +154,8 @@ def test_muon_makes_stacked_matrices_orthogonal(tmp_path):
         assert values.min() > 0.3
         assert values.max() < 1.4
     adamw = one_update(with_optimizer(config, name=OptimizerName.ADAMW))[1]
-    np.testing.assert_array_equal(after["embed"]["embedding"], adamw["embed"]["embedding"])
-    np.testing.assert_array_equal(after["norm"]["scale"], adamw["norm"]["scale"])
+    for module, name in (("embed", "embedding"), ("norm", "scale")):  # two programs may round the last bit differently
+        np.testing.assert_allclose(after[module][name], adamw[module][name], rtol=5e-7)
 
 
 def test_z_loss_is_the_squared_log_normaliser(tmp_path):
