@@ -8,7 +8,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from ldm_jax.errors import UserError
 from ldm_jax.train.metrics import read_metrics
@@ -53,7 +53,11 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens seen")
         axes.grid(alpha=0.3)
-    others["grad_norm"][0].set_yscale("log")
+    norm = others["grad_norm"][0]
+    norm.set_yscale("log")
+    norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    norm.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    norm.yaxis.set_minor_formatter(NullFormatter())
     loss.set_ylabel("loss (nats a token)")
     loss.legend()
     _save(figure, file)
@@ -71,12 +75,13 @@ def plot_memory(run: Path, file: Path) -> bool:
     if not rows:
         return False
     matplotlib.use("agg")
-    figure = Figure(figsize=(4 * len(FIGURES), 4), layout="constrained")
+    figure = Figure(figsize=(4.4 * len(FIGURES), 4), layout="constrained")
     steps = [row["step"] for row in rows]
     ticks = sorted({0, len(steps) // 2, len(steps) - 1})
     for axes, (name, title) in zip(figure.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
         values = np.array([row[name] for row in rows]).mean(axis=-1).T  # [N, steps]
-        image = axes.imshow(values, aspect="auto", cmap="Greys", interpolation="nearest")
+        limits = {"vmin": 0, "vmax": 1} if name == "gate" else {}
+        image = axes.imshow(values, aspect="auto", cmap="Greys", interpolation="nearest", **limits)
         axes.set_xticks(ticks, [steps[tick] for tick in ticks])
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from ldm_jax.config import Config
@@ -65,9 +66,10 @@ def _by_group(names: Names, figures: Figures, title: str) -> Figure:
 
 
 def _heat_map(axes: Axes, names: Names, weights: np.ndarray, title: str, size: int = 7) -> None:
-    image = axes.imshow(np.abs(weights), cmap="Greys", vmin=0)
+    sizes = np.abs(weights)
+    image = axes.imshow(sizes, cmap="Greys", norm=PowerNorm(0.5, 0, sizes.max()))  # shows small ones among large ones
     for reader, source in np.argwhere(weights < 0):
-        shade = "white" if abs(weights[reader, source]) > np.abs(weights).max() / 2 else "black"
+        shade = "white" if sizes[reader, source] > sizes.max() / 4 else "black"
         axes.text(source, reader, "-", ha="center", va="center", color=shade, fontsize=size)
     axes.set_yticks(range(len(names.readers)), names.readers, fontsize=size)
     axes.set_xticks(range(len(names.sources)), names.sources, fontsize=size, rotation=90)
@@ -88,17 +90,15 @@ WRITTEN = {
 
 
 def _memory(names: Names, figures: Figures, title: str) -> Figure:
-    figure = Figure(figsize=(16, 11), layout="constrained")
-    panels = figure.subplots(3, 3)
-    for column, (name, label) in zip(panels.T, READ.items(), strict=True):
-        _by_depth(column[0], figures[name], names.readers, label, "read by")
-    for column, (name, label) in zip(panels.T, WRITTEN.items(), strict=True):
-        _by_depth(column[1], figures[name], names.sources, label, "written by")
-    stream = figures["stream_rms"][:, None]
-    _by_depth(panels[2, 0], stream, names.readers, "root mean square of the stream", "read by")
-    for axes in panels[2, 1:]:
-        axes.set_axis_off()
-    panels[0, 0].legend()
+    figure = Figure(figsize=(20, 8.5), layout="constrained")
+    above, below = figure.subplots(2, 4)
+    for axes, (name, label) in zip(above, READ.items(), strict=False):
+        _by_depth(axes, figures[name], names.readers, label, "read by")
+    for axes, (name, label) in zip(below, WRITTEN.items(), strict=False):
+        _by_depth(axes, figures[name], names.sources, label, "written by")
+    _by_depth(above[3], figures["stream_rms"][:, None], names.readers, "root mean square of the stream", "read by")
+    below[3].set_axis_off()
+    below[3].legend(*above[0].get_legend_handles_labels(), loc="upper left")
     figure.suptitle(f"The depth memory by depth\n{title}")
     return figure
 
