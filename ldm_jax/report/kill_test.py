@@ -2,6 +2,7 @@
 
 import collections
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from ldm_jax.train.metrics import read_metrics
 PHASES = ("startup", "compilation", "step", "save")
 LONGEST_WAIT = 300.0
 """Seconds for a phase to come."""
+MOST_STEPS = 8
+"""That a run is let go on before it is killed in a step or a save."""
+LONGEST_DELAY = {"startup": 2.0, "compilation": 2.0, "step": 0.05}
+"""Seconds into a phase. A save is over in milliseconds."""
 
 
 class Kill(NamedTuple):
@@ -28,7 +33,7 @@ class Kill(NamedTuple):
     phase: str
     """In which the run was, as seen from outside just before."""
     step: int
-    """The last one that it had logged."""
+    """The last one that it had logged since its start; 0 if none."""
 
 
 class KillTest:
@@ -51,7 +56,8 @@ class KillTest:
             if kill is None:
                 break
             done.append(kill)
-            say(f"kill {number + 1:>3}: {kill.phase:<11} after step {kill.step}")
+            place = f"after step {kill.step}" if kill.step else "before its first step"
+            say(f"kill {number + 1:>3}: {kill.phase:<11} {place}")
         self._finish(self.broken)
         return done
 
@@ -81,27 +87,29 @@ class KillTest:
 
     def _kill_one(self, wanted: str, draw: random.Random) -> Kill | None:
         """None: the run ended before its kill."""
-        logged = self._last_step()
         process = self._start(self.broken)
+        steps = draw.randint(1, MOST_STEPS) if wanted in ("step", "save") else 0
         end = time.monotonic() + LONGEST_WAIT
-        while self._phase(logged) != wanted and process.poll() is None and time.monotonic() < end:
+        while process.poll() is None and time.monotonic() < end:
+            if self._phase() == wanted and len(self._steps()) >= steps:
+                break
             time.sleep(0.0005)
-        if wanted != "save":  # that is over in milliseconds
-            time.sleep(draw.random() * {"startup": 2.0, "compilation": 2.0, "step": 0.5}[wanted])
-        phase = self._phase(logged)
+        if wanted in LONGEST_DELAY:
+            time.sleep(draw.random() * LONGEST_DELAY[wanted])
+        phase, done = self._phase(), self._steps()
         process.send_signal(signal.SIGKILL)
-        return Kill(phase, self._last_step()) if process.wait() == -signal.SIGKILL else None
+        return Kill(phase, done[-1] if done else 0) if process.wait() == -signal.SIGKILL else None
 
-    def _phase(self, logged: int) -> str:
+    def _phase(self) -> str:
         if any((self.broken / "checkpoints").glob("*.orbax-checkpoint-tmp")):
             return "save"
         if b"\nrun  " not in self._log.read_bytes():
             return "startup"
-        return "compilation" if self._last_step() <= logged else "step"
+        return "step" if self._steps() else "compilation"
 
-    def _last_step(self) -> int:
-        rows = read_metrics(self.broken / "metrics.jsonl")
-        return rows[-1]["step"] if rows else 0
+    def _steps(self) -> list[int]:
+        """Those that the running process has logged."""
+        return [int(step) for step in re.findall(rb"(?m)^step +(\d+)/", self._log.read_bytes())]
 
 
 def histogram(kills: list[Kill]) -> str:
