@@ -81,8 +81,13 @@ def require_matplotlib() -> None:
         raise UserError("pictures need matplotlib: pip install -e '.[plot]'.")
 
 
-def run_script(main: Callable[[], None]) -> None:
-    """Runs a script's main; what a user can mend is printed as one sentence, with exit status 1."""
+def run_script(main: Callable[[], None], when_interrupted: str = "interrupted.") -> None:
+    """Runs a script's main; what a user can mend is printed as one sentence, with exit status 1.
+
+    Args:
+        main: parses and calls.
+        when_interrupted: the last line after Ctrl-C.
+    """
     use_compilation_cache()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes bytes that no terminal knows
@@ -96,7 +101,7 @@ def run_script(main: Callable[[], None]) -> None:
         why = str(error).partition("\n")[0]
         sys.exit(f"error: the memory of the device is not enough ({why}). Take a smaller batch, model or key_dim.")
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on from the last checkpoint.")
+        sys.exit(f"\n{when_interrupted}")
     except BrokenPipeError:  # the reader of our output has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -115,6 +115,8 @@ def _from_table(cls: type, table: Any, file: str, keys: tuple[str, ...]) -> Any:
     values = {}
     for name, value in table.items():
         if name not in names:
+            if not keys and name in ("base", "variants"):
+                raise UserError(f"{where} has {name}: files with variants are for scripts/compare.py.")
             close = difflib.get_close_matches(name, names, 1)
             meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}."
             raise UserError(f"{where} has an unknown key {name}: {meant}")

@@ -11,7 +11,7 @@ from typing import Any
 def check_option_types(options: Any) -> None:
     """Raises ValueError unless every field of a dataclass has its declared type, and every float is a number.
 
-    Without it a string in the place of an enum would compare unequal to every choice, and so mean none of them.
+    A string that is an enum's value becomes its member: it would compare equal, but not be the same.
     """
     for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
@@ -24,8 +24,11 @@ def check_option_types(options: Any) -> None:
                 raise ValueError(f"{name} is {value!r}, but it must be a tuple.")
             for element in value:
                 _check_type(f"an element of {name}", element, typing.get_args(kind)[0])
-        else:
-            _check_type(name, value, kind)
+            continue
+        if issubclass(kind, enum.Enum) and value in [choice.value for choice in kind]:
+            value = kind(value)
+            object.__setattr__(options, name, value)
+        _check_type(name, value, kind)
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:
@@ -39,7 +42,7 @@ def _check_type(name: str, value: Any, kind: type) -> None:
 
 def _described(kind: type) -> str:
     if issubclass(kind, enum.Enum):
-        return "one of " + ", ".join(f"{kind.__name__}.{choice.name}" for choice in kind)
+        return "one of " + ", ".join(str(choice.value) for choice in kind)
     if dataclasses.is_dataclass(kind):
         return f"a {kind.__name__}"
     return {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}[kind]

@@ -54,10 +54,12 @@ def main() -> None:
     arguments = parse(Arguments)
     methods = read_methods(arguments.configs)
     check_baseline(arguments.baseline, methods)
+    if arguments.baseline not in methods:
+        print(f"there is no method {arguments.baseline}: nothing is compared with it; --baseline names another one")
     sweep = Sweep(arguments.out, Path(__file__).parent / "train.py", arguments.jobs)
     sweep.tune_and_repeat(methods, arguments.learning_rates, arguments.seeds)
     report(arguments.out, methods, arguments.baseline)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "interrupted: finished runs are kept, and the same command goes on with the others.")

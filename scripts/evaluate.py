@@ -51,8 +51,8 @@ def main() -> None:
             print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")
         windows = data.validation_windows(arguments.windows)
         evaluate = make_evaluate(run.graph, arguments.batch_size, data.bytes_per_token)
-        where = "".join(f" of {folder}" for folder in config.corpora)
-        size = f"{len(windows.tokens)} windows of {config.context} held-out tokens"
+        where = f" of {' and '.join(config.corpora)}" if config.corpora else ""
+        size = f"{len(windows.weights)} windows of {config.context} held-out tokens"
         print(f"step {run.step}, {size}{where}; +- standard error")
         result = evaluate(run.params, windows)
         print(f"validation loss: {result}")

@@ -36,7 +36,7 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
     run = load_run(arguments.run)
-    windows = load_data(run.config.data, run.config.model.vocabulary).validation_windows(arguments.windows).tokens
+    windows = load_data(run.config.data, run.config.model.vocabulary).validation_windows(arguments.windows).windows
     figures = inspect(run.config, run.params, windows, arguments.batch_size)
     folder = arguments.out or arguments.run / "inspection"
     tokens = len(windows) * run.config.data.context

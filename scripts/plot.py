@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from ldm_jax.cli import parse, require_matplotlib, run_script
+from ldm_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,20 @@ def main() -> None:
     """Parses and draws."""
     arguments = parse(Arguments)
     require_matplotlib()
-    from ldm_jax.report.curves import plot_memory, plot_runs
+    if not arguments.runs:
+        raise UserError("there is no run: give at least one folder that scripts/train.py has written.")
+    from ldm_jax.report.curves import distinct_names, plot_memory, plot_runs
 
-    plot_runs(arguments.runs, arguments.out)
+    names = distinct_names(arguments.runs)
+    plot_runs(arguments.runs, names, arguments.out)
     print(arguments.out)
-    for run in arguments.runs:
-        file = arguments.out.with_name(f"{arguments.out.stem}_memory_{run.name}{arguments.out.suffix}")
-        if plot_memory(run, file):
+    for run, name in zip(arguments.runs, names, strict=True):
+        plain = name.replace("/", "_")
+        file = arguments.out.with_name(f"{arguments.out.stem}_memory_{plain}{arguments.out.suffix}")
+        if plot_memory(run, name, file):
             print(file)
+        else:
+            print(f"{run} has no rows of a depth memory (log.memory_every)")
 
 
 if __name__ == "__main__":

@@ -26,4 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "interrupted: the same command goes on from the last whole shard.")

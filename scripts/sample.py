@@ -35,6 +35,11 @@ def main() -> None:
     """Parses and prints."""
     arguments = parse(Arguments)
     run = load_run(arguments.run)
+    if "" in arguments.prompt and run.config.data.separate_documents:
+        raise UserError(
+            "a prompt is empty, but this run was trained with data.separate_documents, and so never learned what a "
+            "document begins with: give a prompt."
+        )
     try:
         pieces = complete(
             run.graph, run.params, run.tokenizer, arguments.prompt, run.config.data.context, arguments.tokens,

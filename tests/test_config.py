@@ -8,7 +8,7 @@ import pytest
 from ldm_jax.config import Config, Corpus, DataConfig, ModelConfig, Remat
 from ldm_jax.config_file import config_to_toml, read_config
 from ldm_jax.errors import UserError
-from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind, Write
+from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 
 
 def write(tmp_path, text):
@@ -108,15 +108,21 @@ def test_no_option_is_a_free_string():
     assert strings == {"path", "sample_prompt", "wandb_project"}
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_string_that_is_a_choice_becomes_it():
+    assert LDMConfig(form="dual").form is Form.DUAL
+    assert LDMConfig(form="dual") == LDMConfig(form=Form.DUAL)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (
-            lambda: LDMConfig(form="dual"),
-            "form is 'dual', but it must be one of Form.RECURRENT, Form.DUAL, Form",
+            lambda: LDMConfig(form="duel"),
+            "form is 'duel', but it must be one of recurrent, dual, fused",
         ),
-        (lambda: MixerConfig(backward="undo"), "backward is 'undo', but it must be one of Backward.STORED"),
-        (lambda: MixerConfig(kind="x"), "kind is 'x', but it must be one of MixerKind.PRELN"),
+        (lambda: MixerConfig(backward="undo"), "backward is 'undo', but it must be one of stored, recomputed"),
+        (lambda: MixerConfig(kind="x"), "kind is 'x', but it must be one of preln, ldm"),
         (lambda: MixerConfig(ldm=None), "ldm is None, but it must be a LDMConfig"),
         (lambda: DataConfig(corpora="books"), "corpora is 'books', but it must be a tuple"),
         (lambda: DataConfig(corpora=("a", 3)), "an element of corpora is 3, but it must be a string"),

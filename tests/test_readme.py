@@ -24,6 +24,20 @@ def test_the_first_snippet_runs_and_is_short():
     assert float(jnp.abs(names["M"]).max()) > 0
 
 
+def test_the_scan_that_undoes_is_the_scan():
+    names = {}
+    exec(SNIPPETS[0], names)
+    expected = names["h"], names["M"], names["P"]
+    exec(SNIPPETS[2], names)
+    for name, value in zip(("h", "M", "P"), expected, strict=True):
+        assert jnp.allclose(names[name], value, rtol=1e-5, atol=1e-6)
+    before = names["init_state"](8, 4, alpha=10.0)
+    layer = names["weights"][0], names["keys"][0]
+    after, kept = names["step"](layer, (jnp.ones(8), *before))
+    for found, value in zip(names["undo"](layer, after, kept)[1:], before, strict=True):
+        assert jnp.allclose(found, value, atol=1e-5)
+
+
 def test_the_three_lines_of_the_flax_snippet():
     lines = SNIPPETS[1].strip().splitlines()
     assert lines[0].startswith("from ldm_jax.mixers import DepthMemory, init_memory")

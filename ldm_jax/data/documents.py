@@ -91,8 +91,10 @@ class FileSource:
             found |= files
         self._files = [Path(file) for file in sorted(found)]
         self._column, self._document_bytes = column, document_bytes
-        self._sizes = [file.stat().st_size for file in self._files]
-        known = "\n".join(f"{file} {size}" for file, size in zip(self._files, self._sizes, strict=True))
+        found = [file.stat() for file in self._files]
+        self._sizes = [each.st_size for each in found]
+        stamps = (f"{file} {each.st_size} {each.st_mtime_ns}" for file, each in zip(self._files, found, strict=True))
+        known = "\n".join(stamps)
         self.fingerprint = hashlib.blake2b(known.encode(errors="surrogateescape")).hexdigest()[:16]
 
     def batches(self, position: Position) -> Iterator[DocumentBatch]:

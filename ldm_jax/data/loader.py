@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
 from ldm_jax.config import Corpus, DataConfig
 from ldm_jax.data.corpus import load_corpus
@@ -29,6 +29,14 @@ class Batch(NamedTuple):
     segments: Int32[np.ndarray, "B T_and_next"] | None
     """Which document of its window a token belongs to, 1, 2, ...; the end-of-document token belongs to the one that it
     ends. None unless `data.separate_documents`."""
+
+
+class HeldOut(NamedTuple):
+    """Windows that are not trained on."""
+
+    windows: Batch
+    weights: Float[np.ndarray, " windows"]
+    """How much each counts, so that a corpus counts by its weight however many windows it has; 1 on average."""
 
 
 class CorpusParts(NamedTuple):
@@ -86,16 +94,18 @@ class Data:
         batches = grain.MapDataset.range((len(windows) - start) // batch_size).map(read)
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)))
 
-    def validation_windows(self, count: int) -> Batch:
+    def validation_windows(self, count: int) -> HeldOut:
         """About `count` windows, spread evenly over the validation parts, by weight; every corpus has at least one."""
-        shares = [max(1, round(corpus.weight * count)) for corpus in self.corpora]
-        return self._batch(
-            [
-                window
-                for corpus, share in zip(self.corpora, shares, strict=True)
-                for window in spread_windows(corpus.validation, self.context, share)
-            ]
-        )
+        every = [
+            spread_windows(corpus.validation, self.context, max(1, round(corpus.weight * count)))
+            for corpus in self.corpora
+        ]
+        weights = [
+            np.full(len(windows), corpus.weight / len(windows))
+            for corpus, windows in zip(self.corpora, every, strict=True)
+        ]
+        found = np.concatenate(weights)
+        return HeldOut(self._batch([window for windows in every for window in windows]), found * len(found))
 
     def _batch(self, windows: Sequence[Int32[np.ndarray, " T_and_next"]]) -> Batch:
         tokens = np.stack(windows)

@@ -53,7 +53,8 @@ class PrepareOptions:
     validation_fraction: float = 0.05
     """Part of the documents, chosen by a hash of their content, that is held out."""
     shard_tokens: int = 2**26
-    """A shard is written as soon as it has this many; after a break, at most a shard's work is done again."""
+    """A shard is written as soon as it has this many, after some 4 MB of text at the least; after a break, at most a
+    shard's work is done again."""
 
     def __post_init__(self) -> None:
         for name, least in (("vocabulary", 257), ("sample_bytes", 1), ("shard_tokens", 1), ("document_bytes", 1)):
@@ -103,7 +104,8 @@ def prepare(options: PrepareOptions, out: Path, console: Console | None = None) 
     table = dataclasses.asdict(options)
     with PreparationFolder(out) as folder:
         if (manifest := folder.finished(table)) is not None:
-            console.print(f"{out} is finished: {_summary(manifest)}", highlight=False, soft_wrap=True, markup=False)
+            told = f"{out} is finished, and its files are not looked at again: {_summary(manifest)}"
+            console.print(told, highlight=False, soft_wrap=True, markup=False)
             return
         source = options.source()
         progress = folder.open(table, source.fingerprint)

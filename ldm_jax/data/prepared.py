@@ -20,7 +20,7 @@ class TokenStream:
     def __init__(self, folder: Path, manifest: Manifest, part: str):
         shards = manifest.shards(part)
         self._shards = [_mapped(folder / shard.files[0].name) for shard in shards]
-        self._ends = [_mapped(folder / shard.files[1].name) for shard in shards]
+        self._end_files = [folder / shard.files[1].name for shard in shards]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._documents = [0, *accumulate(shard.documents for shard in shards)]
         self._empty = np.zeros(0, manifest.dtype)
@@ -50,13 +50,20 @@ class TokenStream:
             raise IndexError(f"there is no document {index} of {self.documents}.")
         shard = bisect_right(self._documents, index) - 1
         row = index - self._documents[shard]
-        start = int(self._ends[shard][row - 1]) if row else 0
-        return self._shards[shard][start : int(self._ends[shard][row]) - 1]
+        ends = _mapped(self._end_files[shard])
+        start = int(ends[row - 1]) if row else 0
+        return self._shards[shard][start : int(ends[row]) - 1]
 
 
 def _mapped(file: Path) -> np.ndarray:
     """The array in a file, read where it is asked for; not as a `memmap`, which is slow to slice."""
-    return np.asarray(np.load(file, mmap_mode="r"))
+    try:
+        return np.asarray(np.load(file, mmap_mode="r"))
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be opened: {error.strerror}. A corpus needs an open file a shard: raise the limit "
+            "(ulimit -n), or prepare it with more --shard-tokens."
+        ) from error
 
 
 class PreparedCorpus(NamedTuple):

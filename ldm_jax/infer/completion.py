@@ -80,10 +80,14 @@ def complete(
     texts have met a stop string, which is left out, or the end of their document.
 
     Raises:
-        ValueError: a count below 1; otherwise as `generate`.
+        ValueError: a count below 1, no prompt, an empty stop string; otherwise as `generate`.
     """
     if count < 1:
         raise ValueError(f"the number of tokens is {count}, but it must be at least 1.")
+    if not prompts:
+        raise ValueError("there is no prompt: give at least one.")
+    if "" in stop:
+        raise ValueError("a stop string is empty, but it needs at least one character.")
     ids = [tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     words = [word.encode(errors="surrogateescape") for word in stop]
     texts = [Completion(tokenizer, words, prompt) for prompt in ids]

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.data import Batch
+from ldm_jax.data import HeldOut
 from ldm_jax.nn import Transformer, target_weights
 
 
@@ -24,7 +24,7 @@ class Evaluation(NamedTuple):
     bytes_per_token: float
     """Of the text, on average."""
     windows: tuple[Float[np.ndarray, " windows"], Float[np.ndarray, " windows"]]
-    """Summed loss and number of targets of each."""
+    """Summed loss and number of targets of each, both times the window's weight."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -60,7 +60,7 @@ def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " wind
 
 def make_evaluate(
     graph: nnx.GraphDef[Transformer], batch_size: int, bytes_per_token: float = 1.0
-) -> Callable[[object, Batch], Evaluation]:
+) -> Callable[[object, HeldOut], Evaluation]:
     """A function of the parameters and of windows; it computes `batch_size` of them at a time."""
 
     @jax.jit
@@ -72,7 +72,8 @@ def make_evaluate(
         weights = target_weights(tokens, segments)
         return jnp.sum(weights * losses, axis=1), jnp.sum(weights, axis=1)
 
-    def evaluate(params: object, windows: Batch) -> Evaluation:
+    def evaluate(params: object, held_out: HeldOut) -> Evaluation:
+        windows, weights = held_out
         count = len(windows.tokens)
         size = min(batch_size, count)
         padding = -count % size
@@ -81,7 +82,8 @@ def make_evaluate(
             sums(params, *jax.tree.map(lambda x, start=start: jnp.asarray(x[start : start + size]), padded))
             for start in range(0, count, size)
         ]
-        total, targets = (np.concatenate([np.asarray(part[i], np.float64) for part in parts])[:count] for i in (0, 1))
+        by_window = [np.concatenate(each).astype(np.float64)[:count] for each in zip(*parts, strict=True)]
+        total, targets = (weights * each for each in by_window)
         return Evaluation(*_mean(total, targets), bytes_per_token, (total, targets))
 
     return evaluate

@@ -24,7 +24,7 @@ class DepthMemory(nnx.Module):
     forgetting depends on it.
 
     Raises:
-        ValueError: a width that the groups do not divide.
+        ValueError: a width that the groups do not divide, or no sublayer.
     """
 
     def __init__(
@@ -37,6 +37,8 @@ class DepthMemory(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_width(width, config)
+        if sublayers < 1:
+            raise ValueError(f"sublayers is {sublayers}, but it must be at least 1.")
         self.config = config
         floor = 1e-3 ** (1 / sublayers) if config.forgetting_floor is None else config.forgetting_floor
         self.reader = Reader(width, config, dtype=dtype, rngs=rngs)

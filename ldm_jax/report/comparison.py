@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +47,12 @@ def check_baseline(baseline: str, methods: Mapping[str, Config]) -> None:
 
 
 def method_costs(folder: Path, methods: Mapping[str, Config]) -> dict[str, MethodCosts]:
-    """The costs of the methods, measured together unless `costs.json` has them all already."""
+    """The costs of the methods, measured together unless `costs.json` has them all already, from one measurement."""
     file = folder / "costs.json"
     hashes = {method: make_run(method, config, 0.1, 0).config_hash for method, config in methods.items()}
     stored = json.loads(file.read_text()) if file.exists() else {}
     if set(hashes.values()) - set(stored):
-        measured = measure(methods)
-        stored |= {hashes[method]: dataclasses.asdict(costs) for method, costs in measured.items()}
+        stored = {hashes[method]: dataclasses.asdict(costs) for method, costs in measure(methods).items()}
         write_atomically(file, json.dumps(stored, indent=1) + "\n")
     return {method: MethodCosts(**stored[own]) for method, own in hashes.items()}
 
@@ -137,10 +137,20 @@ def markdown(rows: Sequence[Result], baseline: str = BASELINE) -> str:
         rate, seeds = f"{row.learning_rate:g}", str(len(row.runs))
         cells = row.method, sizes, ratio, rate, seeds, _with_interval(row.loss), difference
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + LEGEND
+
+
+LEGEND = """
+Loss: final, on held-out text, nats a token; mean over seeds and 95 % Student interval. The rate was chosen on the first
+seed, whose loss is therefore the least of several. Flops and memory: of loss and gradient, without the optimiser;
+memory beside parameters and gradients; mHC's rounds of Sinkhorn count as one. Step: of a whole training step, the
+methods taking turns on this machine.
+"""
 
 
 def _with_interval(value: Mean, sign: str = "") -> str:
+    if not math.isfinite(value.mean):
+        return "diverged"
     interval = f" ± {value.half_width:.4f}" if value.seeds > 1 else ""
     return f"{value.mean:{sign}.4f}{interval}"
 
@@ -149,11 +159,14 @@ def report(folder: Path, methods: Mapping[str, Config], baseline: str = BASELINE
     """Writes `results.csv`, `results.md` and the pictures into the folder, and prints the table.
 
     Raises:
-        UserError: a file cannot be written; there is no such baseline.
+        UserError: a file cannot be written; there is no such baseline, or no finished run.
     """
     from ldm_jax.report.comparison_plots import plot_comparison  # needs matplotlib
 
     check_baseline(baseline, methods)
+    finished = read_finished(folder / "runs.csv")
+    if not any(_at_tuned_rate(method, config, finished) for method, config in methods.items()):
+        raise UserError(f"{folder} has no finished run of these methods as they are now: start compare.py on it again.")
     rows = results(folder, methods, method_costs(folder, methods), baseline)
     try:
         write_csv(rows, folder / "results.csv")

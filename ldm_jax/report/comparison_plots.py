@@ -48,9 +48,10 @@ def _curves(axes: Axes, rows: Sequence[Result]) -> None:
         losses = np.array([[loss for _, loss in run.validation_curve] for run in row.runs])
         style = MARKERS[index % len(MARKERS)] + LINES[index % len(LINES)]
         axes.plot(steps, losses.mean(axis=0), style, color=f"C{index}", label=row.method, markersize=4)
+        axes.plot([steps[-1]] * len(losses), losses[:, -1], "_", color=f"C{index}")
         axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set(xlabel="training step", ylabel="validation loss (nats a token)")
-    axes.set_title("Validation loss: mean over seeds, and the band from least to most")
+    axes.set_title("Validation loss: mean over seeds, the band from least to most, every seed's end")
     axes.legend()
 
 

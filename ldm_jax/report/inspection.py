@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from ldm_jax.config import Config
+from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.memory import Observation
@@ -21,6 +22,7 @@ from ldm_jax.mixers.ldm import LDMEnds
 from ldm_jax.mixers.memory_form import Dual, DualState
 from ldm_jax.mixers.reader_writer import Reader
 from ldm_jax.nn import Params, Transformer, model_graph
+from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Sublayer
 from ldm_jax.typing import Tokens
 
@@ -59,7 +61,7 @@ def source_names(config: Config) -> list[str]:
     return (["embedding"] if written else []) + reader_names(config)[:-1]
 
 
-def inspect(config: Config, params: Params, windows: Int[np.ndarray, "windows T_and_next"], batch_size: int) -> Figures:
+def inspect(config: Config, params: Params, windows: Batch, batch_size: int) -> Figures:
     """The figures of a trained model over the tokens of windows.
 
     Raises:
@@ -67,10 +69,11 @@ def inspect(config: Config, params: Params, windows: Int[np.ndarray, "windows T_
     """
     mixer = _unrolled_mixer(config.mixer)
     graph = model_graph(dataclasses.replace(config.model, scan=False), mixer)
-    figures = jax.jit(lambda params, tokens: _figures(nnx.merge(graph, params), tokens))
-    batches = [windows[start : start + batch_size, :-1] for start in range(0, len(windows), batch_size)]
-    parts = [figures(params, jnp.asarray(batch)) for batch in batches]
-    sizes = [len(batch) for batch in batches]
+    figures = jax.jit(lambda params, windows: _figures(nnx.merge(graph, params), *windows))
+    starts = range(0, len(windows.tokens), batch_size)
+    batches = [jax.tree.map(lambda x, start=start: x[start : start + batch_size, :-1], windows) for start in starts]
+    parts = [figures(params, jax.tree.map(jnp.asarray, batch)) for batch in batches]
+    sizes = [len(batch.tokens) for batch in batches]
     means = {name: np.average([np.asarray(part[name]) for part in parts], axis=0, weights=sizes) for name in parts[0]}
     return {name: np.sqrt(values) if name in SQUARED else values for name, values in means.items()}
 
@@ -87,12 +90,13 @@ def _unrolled_mixer(config: MixerConfig) -> MixerConfig:
     )
 
 
-def _figures(model: Transformer, tokens: Tokens) -> Mapping[str, Array]:
+def _figures(model: Transformer, tokens: Tokens, segments: Int[Array, "B T"] | None) -> Mapping[str, Array]:
+    documents = None if segments is None else make_documents(segments)
     state, rows = model.mixer.start(model.embedding(tokens)), []
-    for sublayer in _sublayers(model):
+    for sublayer, inputs in _sublayers(model, documents):
         rows.append(_reading(sublayer.mixer, state))
         x, state = sublayer.mixer.read(state)
-        state, _ = sublayer.mixer.write(state, sublayer.function(sublayer.norm(x)))
+        state, _ = sublayer.mixer.write(state, sublayer.function(sublayer.norm(x), *inputs))
     rows.append(_reading(model.mixer, state))
     figures = {name: _stacked([row[name] for row in rows]) for name in rows[0]}
     ends = model.mixer
@@ -101,10 +105,12 @@ def _figures(model: Transformer, tokens: Tokens) -> Mapping[str, Array]:
     return figures
 
 
-def _sublayers(model: Transformer) -> Iterator[Sublayer]:
+def _sublayers(model: Transformer, documents: Documents | None) -> Iterator[tuple[Sublayer, tuple[Any, ...]]]:
+    """Each with what its function is given beside the stream."""
     for index in range(model.config.depth):
         block = jax.tree.map(lambda leaf, index=index: leaf[index], model.blocks)
-        yield from (block.attention, block.mlp)
+        yield block.attention, (documents,)
+        yield block.mlp, ()
 
 
 def _stacked(rows: Sequence[Array]) -> Array:
@@ -149,7 +155,8 @@ def _of_observations(write: Write, width: int, memory: DualState) -> dict[str, A
 
     def residual(entry: Observation) -> Array:
         error = entry.value - form.read(memory, entry.key, value_dim)
-        return _over_tokens(jnp.sum(error**2, axis=-1) / jnp.sum(entry.value**2, axis=-1), axis=0)
+        energy = jnp.sum(entry.value.astype(jnp.float32) ** 2, axis=-1)
+        return _over_tokens(jnp.sum(error**2, axis=-1) / energy, axis=0)
 
     return {
         "importance": jnp.stack([_over_tokens(entry.importance, axis=0) for entry in entries]),

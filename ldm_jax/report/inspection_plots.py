@@ -43,9 +43,9 @@ def _contributions(names: Names, figures: Figures, title: str) -> Figure:
     negative = bool((signed < 0).any())
     figure = Figure(figsize=(15 if negative else 8.5, 7), layout="constrained")
     panels = figure.subplots(1, 2 if negative else 1, squeeze=False)[0]
-    _heat_map(panels[0], names, absolute, "mean absolute weight" if negative else "mean weight")
+    _heat_map(panels[0], names, absolute, "absolute weight, mean over tokens and groups" if negative else "mean weight")
     if negative:
-        _heat_map(panels[1], names, signed, "mean weight; - marks negative ones")
+        _heat_map(panels[1], names, signed, "weight, mean over tokens and groups; - marks negative ones")
     figure.suptitle(f"What every earlier output contributes to every read\n{title}")
     return figure
 
@@ -70,7 +70,7 @@ def _heat_map(axes: Axes, names: Names, weights: np.ndarray, title: str, size: i
     image = axes.imshow(sizes, cmap="Greys", norm=PowerNorm(0.5, 0, sizes.max()))  # shows small ones among large ones
     for reader, source in np.argwhere(weights < 0):
         shade = "white" if sizes[reader, source] > sizes.max() / 4 else "black"
-        axes.text(source, reader, "-", ha="center", va="center", color=shade, fontsize=size)
+        axes.text(source, reader, "-", ha="center", va="center", color=shade, fontsize=size + 4)
     axes.set_yticks(range(len(names.readers)), names.readers, fontsize=size)
     axes.set_xticks(range(len(names.sources)), names.sources, fontsize=size, rotation=90)
     axes.set_ylabel("reader")

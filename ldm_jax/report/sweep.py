@@ -79,6 +79,7 @@ class Sweep:
             raise UserError(f"the learning rates are {tuple(rates)}, but there must be some, positive and finite.")
         store_methods(self.folder, methods)
         best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
+        self.say("best rates: " + ", ".join(f"{method} {rate:g}" for method, rate in best.items()))
         self.complete([make_run(method, methods[method], best[method], seed) for seed in seeds for method in methods])
         return best
 
@@ -97,7 +98,10 @@ class Sweep:
                 own = (row for row in rows if row.method == method)
                 best[method] = min(own, key=lambda row: row.validation_loss).learning_rate
             at_edge = [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]
-            if not at_edge or extension == EXTENSIONS:
+            if not at_edge:
+                break
+            self.say(f"the best rate is at the edge of the grid: {', '.join(at_edge)}")
+            if extension == EXTENSIONS:
                 break
             for method in at_edge:
                 grid, ratio = grids[method], second / first
@@ -110,6 +114,7 @@ class Sweep:
         for share in _shares(self.jobs):
             cores.put(share)
         processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
 
         def train(run: Run) -> FinishedRun:
             share = cores.get()
@@ -124,10 +129,11 @@ class Sweep:
                     row = done.result()
                     self.finished[row.method, row.config_hash] = row
                     write_finished(self.file, list(self.finished.values()))
-                    loss = "diverged" if row.diverged else f"validation loss {row.validation_loss:.4f}"
+                    loss = "diverged" if row.diverged else f"validation loss {row.validation_loss:.4f} nats a token"
                     where = f"{row.method:<20} rate {row.learning_rate:g} seed {row.seed}"
                     self.say(f"{where}: {loss}, {row.seconds:.0f} s")
             except BaseException:
+                self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(processes):
                     process.terminate()
@@ -139,10 +145,12 @@ class Sweep:
         log.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(config, config_to_toml(run.config))
         command = [sys.executable, str(self.train_script), str(config), "--run", str(folder)]
-        while True:
+        while not self._stopped:
             with log.open("wb") as output:
                 process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             processes.add(process)
+            if self._stopped:  # since the question above
+                process.terminate()
             if cores is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(process.pid, cores)
@@ -156,6 +164,7 @@ class Sweep:
             if "another process is training" not in last:
                 raise UserError(f"the run {run.name} failed ({last or f'status {status}'}): see {log}.")
             time.sleep(5)  # a run that outlived the comparison which had started it
+        raise UserError("the comparison was stopped.")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

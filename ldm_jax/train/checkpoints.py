@@ -120,6 +120,9 @@ class Checkpoints:
             try:
                 state, progress = self._restore(step, like)
             except Exception as error:
+                if not (self._folder / str(step)).exists():  # another process trains, and keeps the latest only
+                    self._manager.reload()
+                    return self.restore_latest(like)
                 warnings.append(f"the checkpoint of step {step} in {self._folder} is damaged: {_reason(error)}")
             else:
                 return state, progress, warnings

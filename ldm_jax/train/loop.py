@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from ldm_jax.config import Config
-from ldm_jax.data import Data
+from ldm_jax.data import Batch, Data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate, make_memory_figures
 from ldm_jax.mixers import MixerKind
@@ -113,7 +113,7 @@ class Loop:
         if (rows := self.metrics.put_aside) is not None:
             self.line.note(f"warning: there were rows of metrics, but no checkpoint: they are now in {rows}")
         self.resources.enter_context(contextlib.closing(self.metrics))
-        self.sinks = make_sinks(self.config, self.directory.path)
+        self.sinks = make_sinks(self.config, self.directory.path, self.first)
         for sink in self.sinks:
             self.resources.enter_context(contextlib.closing(sink))
         self.last_log = self.first, time.monotonic()
@@ -195,9 +195,9 @@ class Loop:
 
     def _log_figures(self, step: int, state: TrainState) -> None:
         assert self.figures is not None
-        figures = self.figures(state.trained, jnp.asarray(self.validation.tokens[:1, :FIGURE_TOKENS]))
-        rounded = {name: jnp.round(each, 5).tolist() for name, each in figures._asdict().items()}
-        self._log({"step": step, **rounded})
+        figures = self.figures(state.trained, *_first_window(self.validation.windows))
+        finite = {name: each for name, each in figures._asdict().items() if bool(jnp.isfinite(each).all())}
+        self._log({"step": step, **{name: jnp.round(each, 5).tolist() for name, each in finite.items()}})
 
     def _save(self, step: int, state: TrainState, checked: bool) -> str | None:
         """Starts to write a checkpoint, once that before it is written. Returns why it could not, if so."""
@@ -217,7 +217,7 @@ class Loop:
     def _log(self, row: Row) -> None:
         self._warn(self.metrics.write(row))
         for sink in self.sinks:
-            sink.write(row)
+            self._warn(sink.write(row))
 
     def _warn(self, failure: str | None) -> None:
         if failure is not None:
@@ -235,3 +235,8 @@ class Loop:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
             self.profiling = False
+
+
+def _first_window(windows: Batch) -> Batch:
+    """Its first tokens, of which a depth memory's figures are means."""
+    return jax.tree.map(lambda x: jnp.asarray(x[:1, :FIGURE_TOKENS]), windows)

@@ -46,7 +46,13 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             state, warnings = make_state(config), []
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:
-                state, progress, warnings = restored
+                state, restored_progress, warnings = restored
+                if restored_progress.tokenizer != progress.tokenizer:
+                    raise UserError(
+                        f"the run in {path} was trained with another tokenizer than that of the data: restore the "
+                        "corpus, or give another --run."
+                    )
+                progress = restored_progress
                 checkpoints.put_aside(later_than=int(state.step))
             notes = [f"changed     {change}" for change in changes] + [f"warning     {warning}" for warning in warnings]
             _introduce(console, config, path, data, state, progress, notes)

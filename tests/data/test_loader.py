@@ -120,7 +120,7 @@ def test_segments_count_the_documents_of_a_window(folders):
     plain = load(folders, "large", context=200)
     data = load(folders, "large", context=200, separate_documents=True)
     end = data.tokenizer.end_of_document
-    for batch in [next(data.batches(0, 8, 0)), data.validation_windows(8)]:
+    for batch in [next(data.batches(0, 8, 0)), data.validation_windows(8).windows]:
         for tokens, segments in zip(batch.tokens, batch.segments, strict=True):
             expected, number = [], 1
             for token in tokens:
@@ -135,11 +135,18 @@ def test_segments_count_the_documents_of_a_window(folders):
 
 def test_validation_windows_are_shared_by_weight(folders):
     data = load(folders, "large", "small", weights=(3.0, 1.0))
-    tokens = data.validation_windows(20).tokens
+    tokens = data.validation_windows(20).windows.tokens
     large, small = (corpus.validation[0 : len(corpus.validation)].astype(np.int32) for corpus in data.corpora)
     assert len(tokens) == 20
     assert all(window.tobytes() in large.tobytes() for window in tokens[:15])
     assert all(window.tobytes() in small.tobytes() for window in tokens[15:])
+    # However few windows a corpus has, it counts by its weight.
+    few = load(folders, "large", "small", weights=(3.0, 1.0)).validation_windows(10_000)
+    sizes = [len(load(folders, name).validation_windows(10_000).weights) for name in ("large", "small")]
+    assert len(few.weights) == sum(sizes)
+    assert sizes[0] < 2 * sizes[1]
+    assert few.weights[: sizes[0]].sum() == pytest.approx(3 * few.weights[sizes[0] :].sum())
+    assert few.weights.mean() == pytest.approx(1)
     one = [load(folders, name).bytes_per_token for name in ("large", "small")]
     assert data.bytes_per_token == pytest.approx(0.75 * one[0] + 0.25 * one[1])
     text = b"".join(

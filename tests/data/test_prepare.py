@@ -220,10 +220,13 @@ def test_a_half_done_folder_takes_the_same_options_and_files_only(texts, tmp_pat
         prepared(tmp_path / "corpus", lines, shard_tokens=1000)
     with pytest.raises(UserError, match="holds no prepared corpus"):
         load_prepared(tmp_path / "corpus")
-    write_lines(lines, [*texts, "one more"])
-    with pytest.raises(UserError, match=r"the files that .* was begun with have changed"):
-        prepared(tmp_path / "corpus", lines)
+    written = lines.stat()
+    for changed in ([*texts, "one more"], [*texts[1:], texts[0]]):  # the second has the same size
+        write_lines(lines, changed)
+        with pytest.raises(UserError, match=r"the files that .* was begun with have changed"):
+            prepared(tmp_path / "corpus", lines)
     write_lines(lines, texts)
+    os.utime(lines, ns=(written.st_atime_ns, written.st_mtime_ns))
     (tmp_path / "corpus" / "train-00000.tokens.npy").unlink()
     with pytest.raises(UserError, match=r"the shard .*train-00000\.tokens\.npy cannot be read"):
         prepared(tmp_path / "corpus", lines)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from ldm_jax.config import ModelConfig
-from ldm_jax.data import Batch
+from ldm_jax.data import Batch, HeldOut
 from ldm_jax.infer import make_evaluate
 from ldm_jax.mixers import LDMConfig, MixerConfig, without_reads
 from ldm_jax.nn import init_params, model_graph
@@ -24,10 +24,24 @@ def window_losses(params, tokens):
     return -np.take_along_axis(logs, tokens[:, 1:, None], axis=-1).squeeze(-1).mean(axis=1)
 
 
+def held_out(tokens, weights=None):
+    return HeldOut(Batch(tokens, None), np.ones(len(tokens)) if weights is None else weights)
+
+
+def test_windows_count_by_their_weights(rng):
+    tokens, weights = rng.integers(0, 256, (3, 9), np.int32), np.array([0.5, 0.5, 2.0])
+    found = make_evaluate(GRAPH, 2)(PARAMS, held_out(tokens, weights))
+    losses = window_losses(PARAMS, tokens)
+    mean = np.sum(weights * losses) / 3
+    assert found.loss == pytest.approx(mean, rel=1e-5)
+    error = math.sqrt(np.sum((weights * (losses - mean)) ** 2) * 3 / 2) / 3
+    assert found.standard_error == pytest.approx(error, rel=1e-3)
+
+
 def test_means_and_standard_errors_are_those_of_the_windows(rng):
     tokens = rng.integers(0, 256, (5, 9), np.int32)  # two a time, so the last batch is filled up
     evaluate = make_evaluate(GRAPH, 2, bytes_per_token=2.0)
-    with_reads, silent = (evaluate(params, Batch(tokens, None)) for params in (PARAMS, without_reads(PARAMS)))
+    with_reads, silent = (evaluate(params, held_out(tokens)) for params in (PARAMS, without_reads(PARAMS)))
     expected, expected_silent = window_losses(PARAMS, tokens), window_losses(without_reads(PARAMS), tokens)
     assert with_reads.loss == pytest.approx(expected.mean(), rel=1e-5)
     assert with_reads.standard_error == pytest.approx(expected.std(ddof=1) / math.sqrt(5), rel=1e-3)
@@ -40,5 +54,5 @@ def test_means_and_standard_errors_are_those_of_the_windows(rng):
 
 
 def test_one_window_has_no_standard_error(rng):
-    only = make_evaluate(GRAPH, 8)(PARAMS, Batch(rng.integers(0, 256, (1, 9), np.int32), None))
+    only = make_evaluate(GRAPH, 8)(PARAMS, held_out(rng.integers(0, 256, (1, 9), np.int32)))
     assert math.isinf(only.standard_error)

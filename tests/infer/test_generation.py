@@ -106,6 +106,13 @@ def test_text_is_decoded_after_its_prompt_and_in_whole_characters():
     assert (text.text, text.finished) == (" €".encode(), True)
 
 
+def test_nothing_to_go_on_from_is_refused():
+    with pytest.raises(ValueError, match="there is no prompt"):
+        complete(GRAPH, PARAMS, ByteTokenizer(), [], 32, 3)
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        complete(GRAPH, PARAMS, ByteTokenizer(), ["a"], 32, 3, stop=[""])
+
+
 def test_texts_of_several_prompts():
     pieces = list(complete(GRAPH, PARAMS, ByteTokenizer(), ["def ", ""], 16, 7, sampling=GREEDY))
     texts = [b"".join(parts) for parts in zip(*pieces, strict=True)]

@@ -177,6 +177,9 @@ def test_student_intervals():
     assert math.isinf(mean([1.0]).half_width)
     assert mean([1.0]).covers_zero
     assert not mean([1.0, 1.1, 1.2]).covers_zero
+    diverged = mean([1.0, math.inf, 1.1])
+    assert math.isinf(diverged.mean)
+    assert not diverged.covers_zero
 
 
 def test_results_are_paired_by_seed(tmp_path, trainer, capsys):
@@ -205,6 +208,12 @@ def test_results_are_paired_by_seed(tmp_path, trainer, capsys):
     assert float(table[0]["difference"]) == pytest.approx(-0.2)
     for picture in ("curves.png", "loss_against_compute.png", "final_losses.png"):
         assert (folder / picture).stat().st_size > 10_000
+    # Where nothing has been run as it is now, what there was is left as it is.
+    before = (folder / "results.md").read_text()
+    other = {"ldm": dataclasses.replace(methods()["ldm"], model=dataclasses.replace(methods()["ldm"].model, depth=3))}
+    with pytest.raises(UserError, match="no finished run of these methods as they are now"):
+        report(folder, other)
+    assert (folder / "results.md").read_text() == before
     # A config that has changed since has no runs.
     changed = dataclasses.replace(methods()["ldm"], model=dataclasses.replace(methods()["ldm"].model, depth=2))
     assert [row.method for row in results(folder, {**methods(), "ldm": changed}, costs)] == ["preln"]

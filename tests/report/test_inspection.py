@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ldm_jax.config import Config, ModelConfig
+from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import AttnResBlockConfig, LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.mixers.memory_form import Recurrent
@@ -19,7 +20,7 @@ from ldm_jax.report.inspection_plots import plot_inspection
 
 MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)
 LDM = LDMConfig(groups=2, key_dim=3, latent_dim=5)
-WINDOWS = np.asarray(jax.random.randint(jax.random.key(0), (3, 9), 0, 256))
+WINDOWS = Batch(np.asarray(jax.random.randint(jax.random.key(0), (3, 9), 0, 256)), None)
 
 
 def figures_of(mixer):

@@ -1,19 +1,21 @@
 """What a run tells of itself beside metrics.jsonl."""
 
 import dataclasses
+import errno
 import sys
 import types
+from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from ldm_jax.config import Config, LogConfig, ModelConfig
+from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_memory_figures
 from ldm_jax.mixers import LDMConfig, MixerConfig
 from ldm_jax.nn import init_params
-from ldm_jax.report.curves import plot_memory, plot_runs
+from ldm_jax.report.curves import distinct_names, plot_memory, plot_runs
 from ldm_jax.report.inspection import inspect
 from ldm_jax.train.metrics import MetricsFile
 from ldm_jax.train.sinks import make_sinks
@@ -32,13 +34,29 @@ def with_log(**options):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    (sink,) = make_sinks(with_log(tensorboard=True), tmp_path)
-    sink.write(ROW)
+    for step in (0, 2):
+        (sink,) = make_sinks(with_log(tensorboard=True), tmp_path, step)
+        assert sink.write(ROW) is None
+        sink.close()
+    files = sorted((tmp_path / "tensorboard").iterdir())
+    assert len(files) == 2
+    for file in files:
+        assert all(name.encode() in file.read_bytes() for name in SCALARS)
+
+
+def test_tensorboard_on_a_full_disk_is_a_sentence_and_goes_on_later(tmp_path, monkeypatch):
+    from tensorboardX.record_writer import RecordWriter
+
+    (sink,) = make_sinks(with_log(tensorboard=True), tmp_path, 0)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(RecordWriter, "flush", lambda self: (_ for _ in ()).throw(full))
+        for _ in range(30):  # more than any queue holds
+            assert "No space left on device. Rows are lost" in sink.write(ROW)
+    assert list((tmp_path / "tensorboard").iterdir()) == []
+    assert sink.write(ROW) is None
     sink.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    content = file.read_bytes()
-    for name in SCALARS:
-        assert name.encode() in content
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
 def test_wandb_gets_every_number(tmp_path, monkeypatch):
@@ -55,11 +73,16 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
     module.__spec__ = types.SimpleNamespace(name="wandb")
     module.init = lambda **options: asked.update(options) or Run()
     monkeypatch.setitem(sys.modules, "wandb", module)
-    (sink,) = make_sinks(with_log(wandb_project="depth"), tmp_path / "a run")
+    (sink,) = make_sinks(with_log(wandb_project="depth"), tmp_path / "a run", 0)
     sink.write(ROW)
     sink.close()
     assert logged == [(3, SCALARS), "finished"]
     assert (asked["project"], asked["name"], asked["resume"]) == ("depth", "a run", "allow")
+    identity = asked["id"]
+    make_sinks(with_log(wandb_project="depth"), tmp_path / "a run", 2)
+    assert asked["id"] == identity
+    make_sinks(with_log(wandb_project="depth"), tmp_path / "another", 0)
+    assert asked["id"] != identity
 
 
 @pytest.mark.parametrize(
@@ -69,7 +92,7 @@ def test_a_missing_package_is_named(options, package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match=rf"{package} is not installed: pip install -e"):
-        make_sinks(with_log(**options), tmp_path)
+        make_sinks(with_log(**options), tmp_path, 0)
 
 
 def test_a_profile_is_written(tmp_path):
@@ -84,8 +107,11 @@ def test_memory_figures_are_those_of_the_inspection():
     config = Config(model=model, mixer=MixerConfig(ldm=LDMConfig(groups=2, key_dim=3, latent_dim=5)))
     params = init_params(model, config.mixer, 0)
     windows = np.random.default_rng(0).integers(256, size=(2, 9)).astype(np.int32)
-    expected = inspect(config, params, windows, 2)
-    figures = make_memory_figures(config)(params, jax.numpy.asarray(windows[:, :-1]))
+    segments = np.array([[1] * 9, [1] * 4 + [2] * 5], np.int32)  # one window of two documents
+    expected = inspect(config, params, Batch(windows, segments), 2)
+    together = inspect(config, params, Batch(windows, None), 2)
+    assert np.abs(together["log10_condition"] - expected["log10_condition"]).max() > 1e-4
+    figures = make_memory_figures(config)(params, windows[:, :-1], segments[:, :-1])
     for name, of_ends in (("gain", slice(-1)), ("gate", slice(-1)), ("log10_condition", slice(-1))):
         np.testing.assert_allclose(getattr(figures, name), expected[name][of_ends], rtol=1e-3, atol=1e-4)
     for name in ("forgetting", "importance"):
@@ -104,13 +130,13 @@ def test_pictures_of_a_run(tmp_path):
             names = ("forgetting", "gain", "gate", "importance", "log10_condition")
             file.write({"step": step, **{name: [[step / 9, 0.5]] * 3 for name in names}})
     file.close()
-    plot_runs([tmp_path], tmp_path / "curves.png")
-    assert plot_memory(tmp_path, tmp_path / "memory.png")
+    plot_runs([tmp_path], ["a run"], tmp_path / "curves.png")
+    assert plot_memory(tmp_path, "a run", tmp_path / "memory.png")
     assert min((tmp_path / name).stat().st_size for name in ("curves.png", "memory.png")) > 10_000
     (tmp_path / "empty").mkdir()
-    assert not plot_memory(tmp_path / "empty", tmp_path / "none.png")
+    assert not plot_memory(tmp_path / "empty", "empty", tmp_path / "none.png")
     with pytest.raises(UserError, match="holds no metrics"):
-        plot_runs([tmp_path / "empty"], tmp_path / "none.png")
+        plot_runs([tmp_path / "empty"], ["empty"], tmp_path / "none.png")
 
 
 def test_model_flops():
@@ -122,3 +148,9 @@ def test_model_flops():
     expected = 6 * (matrices + norms) + 12 * 2 * 16 * config.data.context
     assert model_flops_per_token(config) == expected
     assert peak_flops() is None  # of this machine's CPU
+
+
+def test_runs_of_one_name_have_distinct_ones():
+    assert distinct_names([Path("a/x"), Path("b/x"), Path("b/y")]) == ["a/x", "b/x", "b/y"]
+    assert distinct_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
+    assert distinct_names([Path("a/x"), Path("a/x")]) == ["x", "x"]  # the same run twice

@@ -17,7 +17,8 @@ from ldm_jax.data import Data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import MemoryFigures
 from ldm_jax.mixers import MixerConfig, MixerKind
-from ldm_jax.train import load_run, loop
+from ldm_jax.train import load_run, loop, make_state
+from ldm_jax.train.checkpoints import Checkpoints
 from ldm_jax.train.metrics import MetricsFile, read_metrics
 from ldm_jax.train.run_directory import RunDirectory
 from runs import assert_same_bits, make_corpus, quietly, tiny, with_optimizer, with_train, without_memory
@@ -412,6 +413,16 @@ def test_a_ruinous_update_is_not_saved(corpus, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"step 4: the update has made the loss .* The checkpoint of step 2 is kept"):
         quietly(tiny(corpus), tmp_path / "run")
     assert load_run(tmp_path / "run").step == 2
+
+
+def test_a_checkpoint_that_the_trainer_has_removed_since_is_not_damaged(unbroken, tmp_path):
+    config, whole, _, _ = unbroken
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    state, _, warnings = checkpoints.restore_latest(make_state(config))
+    checkpoints.close()
+    assert (int(state.step), warnings) == (4, [])
 
 
 def test_a_users_config_is_not_overwritten(corpus, tmp_path):
