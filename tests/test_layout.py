@@ -12,9 +12,10 @@ import pytest
 import ldm_jax
 
 ROOT = Path(__file__).parents[1]
-LAYERS = [{"memory"}, {"mixers"}, {"nn"}, {"data", "infer"}, {"train"}, {"report"}]
+LAYERS = [{"memory"}, {"mixers"}, {"nn"}, {"data", "infer", "parallel"}, {"train"}, {"report"}]
 SHARED = {
     "typing",
+    "axes",
     "errors",
     "files",
     "config",

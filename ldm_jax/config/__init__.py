@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ldm_jax.config.data import Corpus, DataConfig
 from ldm_jax.config.log import LogConfig
+from ldm_jax.config.mesh import MeshConfig
 from ldm_jax.config.model import AttentionImplementation, ComputeType, ModelConfig, Remat
 from ldm_jax.config.optimizer import Decay, OptimizerConfig, OptimizerName, Schedule
 from ldm_jax.config.train import TrainConfig
@@ -21,6 +22,7 @@ __all__ = [
     "DataConfig",
     "Decay",
     "LogConfig",
+    "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OptimizerName",
@@ -40,6 +42,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     log: LogConfig = LogConfig()
+    mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self) -> None:
         check_option_types(self)

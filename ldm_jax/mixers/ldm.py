@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.mixers.base import MixerState
 from ldm_jax.mixers.depth_memory import DepthMemory
 from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig
-from ldm_jax.mixers.memory_form import AnyState, Kept, make_form
+from ldm_jax.mixers.memory_form import AnyState, Kept, MemoryState, make_form
 from ldm_jax.mixers.reader_writer import Reader, Writer
 from ldm_jax.typing import DType, Hidden
 
@@ -81,6 +82,9 @@ class LDMEnds(nnx.Module):
         config, tokens, width = self.config, embedding.shape[:-1], embedding.shape[-1]
         shape = config.groups, width // config.groups, config.key_dim
         memory = make_form(config, self.writes).start(tokens, *shape, self.alpha, self.dtype)
+        if isinstance(memory, MemoryState) and len(tokens) == 2:
+            axes = Axis.BATCH, Axis.TOKENS, Axis.GROUPS, None, None
+            memory = MemoryState(*(constrain(part, *axes) for part in memory))
         if self.writer is not None:
             # Forgetting of the first observation would only rescale alpha.
             observation = self.writer(embedding, jnp.ones((config.groups,), jnp.float32))

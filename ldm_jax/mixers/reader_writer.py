@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.memory import Observation
 from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig, Write
 from ldm_jax.mixers.memory_form import AnyState, check_memory, make_form
@@ -50,7 +51,7 @@ class Reader(nnx.Module):
     def ask(self, context: Float[Array, "*tokens D"]) -> tuple[Float[Array, "*tokens G K"], Float[Array, "*tokens G"]]:
         """The query and the scale, gain times gate, of every group."""
         latent = self._latent(context)
-        query = _keys(self.query(latent), self.config.groups, self.config)
+        query = by_group(_keys(self.query(latent), self.config.groups, self.config))
         return query, self.gain[...] * jax.nn.sigmoid(self.gate(latent))
 
     def gates(self, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens G"]:
@@ -83,11 +84,16 @@ class Writer(nnx.Module):
         keys = _keys(self.key(latent), 1 if config.shared_key else config.groups, config)
         bound = jax.nn.sigmoid if config.write is Write.DELTA else jax.nn.softplus
         return Observation(
-            key=jnp.broadcast_to(keys, (*output.shape[:-1], config.groups, config.key_dim)),
-            value=output.reshape(*output.shape[:-1], config.groups, -1),
+            key=by_group(jnp.broadcast_to(keys, (*output.shape[:-1], config.groups, config.key_dim))),
+            value=by_group(output.reshape(*output.shape[:-1], config.groups, -1)),
             forgetting=jnp.broadcast_to(forgetting, (*output.shape[:-1], config.groups)),
             importance=bound(self.importance(latent)),
         )
+
+
+def by_group(x: Float[Array, "*tokens G n"]) -> Float[Array, "*tokens G n"]:
+    """The same, the groups laid out over the devices: from a write to a read, nothing goes from one to another."""
+    return constrain(x, Axis.BATCH, Axis.TOKENS, Axis.GROUPS, None) if x.ndim == 4 else x
 
 
 def _latent(width: int, latent_dim: int, dtype: DType, rngs: nnx.Rngs) -> nnx.Linear:

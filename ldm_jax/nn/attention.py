@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import AttentionImplementation, ModelConfig
 from ldm_jax.nn.cache import KeyValues, Places, write_key_values
 from ldm_jax.nn.initializers import branch_output
@@ -70,7 +71,10 @@ class Attention(nnx.Module):
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, config.rope_base, positions), rotate(key, config.rope_base, positions), value
+        query, key = rotate(query, config.rope_base, positions), rotate(key, config.rope_base, positions)
+        # Every query sees the keys and values of the whole window, which are gathered where its tokens are apart.
+        key, value = (constrain(x, Axis.BATCH, None, Axis.HEADS, None) for x in (key, value))
+        return constrain(query, Axis.BATCH, Axis.TOKENS, Axis.HEADS, None), key, value
 
     def _merge(self, mixed: Float[Array, "B T H C"]) -> Hidden:
         return self.out(mixed.reshape(*mixed.shape[:2], -1))

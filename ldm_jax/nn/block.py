@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 from jaxtyping import Array
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, make_layer
 from ldm_jax.nn.attention import Attention, Documents
@@ -25,7 +26,8 @@ class Sublayer(nnx.Module):
     def __call__(self, state: MixerState, *inputs: Any) -> tuple[MixerState, Any]:
         """The mixer's state after the sublayer, and what undoing its write needs; `f` is given the inputs, too."""
         x, state = self.mixer.read(state)
-        return self.mixer.write(state, self.function(self.norm(x), *inputs))
+        output = self.function(self.norm(constrain(x, Axis.BATCH, Axis.TOKENS, None)), *inputs)
+        return self.mixer.write(state, constrain(output, Axis.BATCH, Axis.TOKENS, None))
 
 
 class BlockKept(NamedTuple):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.typing import Hidden, Tokens
 
 
@@ -22,13 +23,13 @@ class TokenLosses(NamedTuple):
 def chunked_cross_entropy(
     hidden: Hidden,
     targets: Tokens,
-    logits: Callable[[Float[Array, "chunk D"]], Float[Array, "chunk S"]],
+    logits: Callable[[Float[Array, "B chunk D"]], Float[Array, "B chunk S"]],
     chunk: int,
 ) -> TokenLosses:
     """The losses of every token `[B, T]`.
 
-    Logits exist for `chunk` tokens at a time, forward and backward: they are recomputed, not saved. If `chunk` does
-    not divide the number of tokens, the last chunk is filled up with tokens that are thrown away.
+    Logits exist for about `chunk` tokens at a time, the same number of every row, forward and backward: they are
+    recomputed, not saved. Rows that chunks do not divide are filled up with tokens that are thrown away.
 
     Args:
         hidden: what the head is given, `[B, T, D]`.
@@ -36,23 +37,27 @@ def chunked_cross_entropy(
         logits: the head, of any number of tokens.
         chunk: tokens, at least 1.
     """
-    tokens = targets.size
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
-    flat = jnp.pad(hidden.reshape(tokens, -1), ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
-    labels = jnp.pad(targets.reshape(tokens), (0, padding)).reshape(-1, chunk)
+    batch, length = targets.shape
+    own = min(length, -(-chunk // batch))  # tokens of a chunk in each row
+    padding = -length % own
+    # Every device has its part of every chunk: a row's tokens i, i + n, i + 2n, .. are chunk i of n.
+    parts = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, own, -1, hidden.shape[-1])
+    labels = jnp.pad(targets, ((0, 0), (0, padding))).reshape(batch, own, -1)
 
     @jax.checkpoint
-    def chunk_losses(h: Float[Array, "chunk D"], label: Int[Array, " chunk"]) -> TokenLosses:
-        scores = logits(h).astype(jnp.float32)
+    def chunk_losses(h: Float[Array, "B chunk D"], label: Int[Array, "B chunk"]) -> TokenLosses:
+        scores = logits(constrain(h, Axis.BATCH, Axis.TOKENS, None)).astype(jnp.float32)
+        scores = constrain(scores, Axis.BATCH, Axis.TOKENS, Axis.VOCABULARY)
         log_normaliser = jax.nn.logsumexp(scores, axis=-1)
-        return TokenLosses(log_normaliser - jnp.take_along_axis(scores, label[:, None], axis=-1)[:, 0], log_normaliser)
+        own_score = jnp.sum(jnp.where(label[..., None] == jnp.arange(scores.shape[-1]), scores, 0), axis=-1)
+        return TokenLosses(log_normaliser - own_score, log_normaliser)
 
-    if flat.shape[0] == 1:
-        losses = chunk_losses(flat[0], labels[0])
+    if parts.shape[2] == 1:
+        losses = chunk_losses(parts[:, :, 0], labels[:, :, 0])
     else:
-        losses = jax.lax.map(lambda part: chunk_losses(*part), (flat, labels))
-    return TokenLosses(*(part.reshape(-1)[:tokens].reshape(targets.shape) for part in losses))
+        by_chunk = jnp.moveaxis(parts, 2, 0), jnp.moveaxis(labels, 2, 0)
+        losses = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), jax.lax.map(lambda part: chunk_losses(*part), by_chunk))
+    return TokenLosses(*(part.reshape(batch, -1)[:, :length] for part in losses))
 
 
 def target_weights(

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import ModelConfig
 from ldm_jax.nn.initializers import branch_output
 from ldm_jax.typing import Hidden
@@ -19,4 +20,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         """The MLP's output `[B, T, D]`."""
-        return self.out(jax.nn.silu(self.gate(x)) * self.up(x))
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        return self.out(constrain(hidden, Axis.BATCH, Axis.TOKENS, Axis.HIDDEN))

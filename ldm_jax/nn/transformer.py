@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import ModelConfig, Remat
 from ldm_jax.memory.depth_scan import depth_map, depth_scan
 from ldm_jax.mixers import MixerConfig, MixerState, make_ends
@@ -65,7 +66,9 @@ class Transformer(nnx.Module):
     def embedding(self, tokens: Tokens) -> Hidden:
         """What the mixer starts from, `[B, T, D]` in the compute type."""
         # Rows of the embedding have length 1 (a tied head wants that); the stream's numbers start near size 1.
-        return self.embed(tokens) * jnp.asarray(self.config.width**0.5, self.config.dtype)
+        table = constrain(self.embed.embedding[...].astype(self.config.dtype), Axis.VOCABULARY, None)
+        scaled = jnp.take(table, tokens, axis=0) * jnp.asarray(self.config.width**0.5, self.config.dtype)
+        return constrain(scaled, Axis.BATCH, Axis.TOKENS, None)
 
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens S"]:
         """The head: scores of the next token, in the compute type."""

@@ -39,8 +39,9 @@ class Run:
 
     @property
     def config_hash(self) -> str:
-        """Eight hexadecimal digits of all that the run depends on: options of mixers that it has not are left out."""
-        text = json.dumps(options_in_use(self.config), sort_keys=True)
+        """Eight hexadecimal digits of all that the run depends on: not the mesh, nor options of other mixers."""
+        options = {name: table for name, table in options_in_use(self.config).items() if name != "mesh"}
+        text = json.dumps(options, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 
 from ldm_jax.config import Config
@@ -15,6 +16,7 @@ from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate, make_memory_figures
 from ldm_jax.mixers import MixerKind
 from ldm_jax.nn import model_graph
+from ldm_jax.parallel import batch_sharding
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.metrics import MetricsFile, Row
 from ldm_jax.train.progress import ProgressLine
@@ -49,9 +51,11 @@ class Loop:
         console: Console,
         progress: Progress,
         stop: StopSignal,
+        mesh: Mesh | None,
     ):
         self.config, self.directory, self.checkpoints, self.data = config, directory, checkpoints, data
-        self.progress, self.stop = progress, stop
+        self.progress, self.stop, self.mesh = progress, stop, mesh
+        self.place = None if mesh is None else batch_sharding(mesh)
         self.line = ProgressLine(console, config.train.steps)
         at_a_time = config.train.batch_size // config.train.accumulation
         self.evaluate = make_evaluate(model_graph(config.model, config.mixer), at_a_time, data.bytes_per_token)
@@ -70,14 +74,14 @@ class Loop:
         config, log = self.config.train, self.config.log
         self.first = step = int(state.step)
         self._open()
-        train_step = make_train_step(self.config)
+        train_step = make_train_step(self.config, self.mesh)
         batches = self.data.batches(self.progress.windows, config.batch_size, config.seed)
         saved, unread, unsaved = step, None, None
         with self.line:
             while step < config.steps and self.stop.name is None:
                 step += 1
                 self._profile(step, state)
-                state, metrics = train_step(state, jax.tree.map(jnp.asarray, next(batches)))
+                state, metrics = train_step(state, jax.device_put(next(batches), self.place))
                 self.progress = self.progress._replace(windows=self.progress.windows + config.batch_size)
                 if unread is not None:
                     self._report(unread)

@@ -16,6 +16,7 @@ from ldm_jax.files import write_atomically
 from ldm_jax.infer import Sampling, complete
 from ldm_jax.mixers import Form, MixerKind
 from ldm_jax.nn import count_parameters, model_graph
+from ldm_jax.parallel import make_mesh
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.loop import Loop
 from ldm_jax.train.run_directory import RunDirectory
@@ -35,7 +36,9 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     """
     console = console or Console()
     _check_device(config)
-    with StopSignal() as stop, contextlib.closing(RunDirectory(path)) as directory:
+    mesh = make_mesh(config) if jax.device_count() > 1 else None
+    on_mesh = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    with on_mesh, StopSignal() as stop, contextlib.closing(RunDirectory(path)) as directory:
         data = load_data(config.data, config.model.vocabulary)
         changes = directory.open(config)
         if not directory.config_file.exists():
@@ -43,7 +46,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         keep = config.train.keep_checkpoints, config.train.keep_every
         with contextlib.closing(Checkpoints(directory.checkpoints, *keep)) as checkpoints:
             checkpoints.remove_leftovers()
-            state, warnings = make_state(config), []
+            state, warnings = make_state(config, mesh), []
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:
                 state, restored_progress, warnings = restored
@@ -59,7 +62,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             if state.step < config.train.steps:
                 directory.store(config)
                 progress = progress._replace(config=config_to_toml(config), corpus=data.fingerprint)
-                loop = Loop(config, directory, checkpoints, data, console, progress, stop)
+                loop = Loop(config, directory, checkpoints, data, console, progress, stop, mesh)
                 with contextlib.closing(loop):
                     state = loop.run(state)
         if state.step < config.train.steps:

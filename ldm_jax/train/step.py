@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.nn import Params, init_params, model_graph, parts_of, target_weights
+from ldm_jax.parallel import shardings
 from ldm_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from ldm_jax.train.spikes import LossRecord, is_spike, record
 from ldm_jax.typing import Scalar
@@ -61,8 +63,15 @@ class StepMetrics(NamedTuple):
     """So far."""
 
 
-def make_state(config: Config) -> TrainState:
-    """The state before the first update."""
+def make_state(config: Config, mesh: Mesh | None = None) -> TrainState:
+    """The state before the first update; with a mesh every device makes its own part of it."""
+    if mesh is None:
+        return _make_state(config)
+    places = shardings(jax.eval_shape(lambda: _make_state(config)), mesh)
+    return jax.jit(lambda: _make_state(config), out_shardings=places)()
+
+
+def _make_state(config: Config) -> TrainState:
     params = init_params(config.model, config.mixer, config.train.seed)
     average = jax.tree.map(jnp.copy, params) if config.optimizer.ema > 0 else None
     zero = jnp.zeros((), jnp.int32)
@@ -72,8 +81,12 @@ def make_state(config: Config) -> TrainState:
     return TrainState(step, params, make_optimizer(config.optimizer).init(params), skips, losses, average)
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+def make_train_step(
+    config: Config, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The compiled update `(state, batch) -> (state, metrics)`; the state given is used up.
+
+    With a mesh, which `jax.set_mesh` has to have set, the state stays where `make_state` put it.
 
     With `accumulation` A the batch is computed in A parts, one after the other; loss and gradient are the batch's. Of
     windows of several documents, the targets that open a new one do not count.
@@ -132,7 +145,10 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         metrics = StepMetrics(loss, norm, norms, ratio, rate, skipped, kept.skips)
         return kept._replace(step=state.step + 1), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    if mesh is None:
+        return jax.jit(train_step, donate_argnums=0)
+    places = shardings(jax.eval_shape(lambda: _make_state(config)), mesh)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
 
 
 def _arrays(batch: Batch) -> tuple[Int[Array, "B T_and_next"], Int[Array, "B T_and_next"] | None]:

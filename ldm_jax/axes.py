@@ -1,0 +1,67 @@
+"""Which axes of arrays lie along which axes of the mesh of devices. Without a mesh nothing here does anything.
+
+The mesh is the one that `jax.set_mesh` has set. Its axes are those of `MeshAxis`; a model names only `Axis`.
+"""
+
+import enum
+import math
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Shaped
+
+
+class MeshAxis(enum.StrEnum):
+    """The axes of a mesh, from the slowest connection to the fastest but one."""
+
+    DATA = "data"
+    FSDP = "fsdp"
+    CONTEXT = "context"
+    TENSOR = "tensor"
+
+
+class Axis(enum.StrEnum):
+    """What an axis of an activation or a parameter is."""
+
+    BATCH = "batch"
+    TOKENS = "tokens"
+    HEADS = "heads"
+    HIDDEN = "hidden"
+    GROUPS = "groups"
+    VOCABULARY = "vocabulary"
+    WIDTH = "width"
+    """Of a parameter; an activation's width is whole on every device."""
+
+
+ALONG: dict[Axis, tuple[MeshAxis, ...]] = {
+    Axis.BATCH: (MeshAxis.DATA, MeshAxis.FSDP),
+    Axis.TOKENS: (MeshAxis.CONTEXT,),
+    Axis.HEADS: (MeshAxis.TENSOR,),
+    Axis.HIDDEN: (MeshAxis.TENSOR,),
+    Axis.GROUPS: (MeshAxis.TENSOR,),
+    Axis.VOCABULARY: (MeshAxis.TENSOR,),
+    Axis.WIDTH: (MeshAxis.FSDP,),
+}
+
+
+def constrain(x: Shaped[Array, "..."], *axes: Axis | None) -> Shaped[Array, "..."]:
+    """The array, laid out over the mesh by its axes; None is an axis that is whole on every device.
+
+    So is one that the devices do not divide, such as the single token of a decoding step.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(x.shape, axes, dict(mesh.shape)))
+
+
+def partition(shape: tuple[int, ...], axes: tuple[Axis | None, ...], mesh: dict[str, int]) -> PartitionSpec:
+    """The axes of the mesh for each axis of a shape; None where they do not divide it."""
+    if len(shape) != len(axes):
+        raise ValueError(f"axes {axes} are {len(axes)}, but the array's shape is {shape}.")
+    along = []
+    for size, axis in zip(shape, axes, strict=True):
+        names = [name.value for name in ALONG[axis] if mesh[name] > 1] if axis is not None else []
+        divides = size % math.prod(mesh[name] for name in names) == 0
+        along.append(None if not names or not divides else names[0] if len(names) == 1 else tuple(names))
+    return PartitionSpec(*along)

@@ -1,0 +1,51 @@
+"""Run by test_mesh.py in a process of its own, on eight devices: training, on several meshes after one another.
+
+Prints the step and a hash of every array after each start.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from ldm_jax.config import MeshConfig
+from ldm_jax.parallel import make_mesh
+from ldm_jax.train import load_run, make_state, train
+from ldm_jax.train.checkpoints import Checkpoints
+from runs import make_corpus, tiny
+
+
+def digest(tree):
+    return hashlib.blake2b(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))).hexdigest()[:16]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    config = tiny(make_corpus(folder / "corpus"), steps=20, checkpoint_every=20, validate_every=20)
+    on = lambda *sizes: dataclasses.replace(config, mesh=MeshConfig(*sizes))  # noqa: E731
+    text = io.StringIO()
+    state = train(on(2, 2, 1, 2), folder / "run", Console(file=text, width=200))
+    split = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)}
+    kernel = state.params["blocks"]["mlp"]["function"]["up"]["kernel"]
+    found = {"step": int(state.step), "devices": sorted(split), "parts": kernel.size // kernel.addressable_data(0).size}
+    digests = [digest((state.params, state.optimizer))]
+    for sizes in ((1, 4, 2, 1), (4, 1, 1, 2), (1, 2, 2, 2)):
+        mesh = make_mesh(on(*sizes))
+        checkpoints = Checkpoints(folder / "run" / "checkpoints", 2)
+        restored = checkpoints.restore_latest(make_state(config, mesh))
+        checkpoints.close()
+        digests.append(digest((restored[0].params, restored[0].optimizer)))
+    alone = load_run(folder / "run")
+    found |= {"same_bits": len(set(digests)) == 1 and digest(alone.params) == digest(state.params)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
