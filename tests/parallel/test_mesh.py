@@ -39,7 +39,8 @@ def check_cases(cases):
     assert [row["case"] for row in rows] == [list(case) for case in cases]
     for row in rows:  # float32 sums in another order: small gradients of a few leaves differ more than the whole
         assert row["loss"] < 1e-5, row
-        assert row["gradient"] < 1e-5, row
+        # The dual form's weights are sums of many terms of either sign: 2.3e-5 was measured.
+        assert row["gradient"] < (5e-5 if row["case"][0] == "ldm_dual" else 1e-5), row
         assert row["leaf"] < 1e-3, row
 
 
