@@ -398,8 +398,8 @@ def test_a_ruinous_update_is_not_saved(corpus, tmp_path, monkeypatch):
     # The losses of the first four steps are finite, and so are the numbers that the fourth update leaves.
     whole = loop.make_train_step
 
-    def ruinous(config):
-        step = whole(config)
+    def ruinous(config, mesh):
+        step = whole(config, mesh)
 
         def ruin(state, batch):
             last = int(state.step) == 3
