@@ -65,7 +65,8 @@ def _against_compute(axes: Axes, rows: Sequence[Result]) -> None:
     axes.set_xlabel("flops of a training step (millions a token, without the optimiser)")
     axes.set_ylabel("final validation loss (nats a token)")
     axes.set_title("Loss against compute at the same tokens; 95 % Student intervals over seeds")
-    axes.legend()
+    assert isinstance(axes.figure, Figure)
+    axes.figure.legend(loc="outside right upper")
 
 
 def _bars(axes: Axes, rows: Sequence[Result]) -> None:

@@ -79,7 +79,6 @@ class Sweep:
             raise UserError(f"the learning rates are {tuple(rates)}, but there must be some, positive and finite.")
         store_methods(self.folder, methods)
         best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
-        self.say("best rates: " + ", ".join(f"{method} {rate:g}" for method, rate in best.items()))
         self.complete([make_run(method, methods[method], best[method], seed) for seed in seeds for method in methods])
         return best
 
@@ -107,6 +106,7 @@ class Sweep:
                 grid, ratio = grids[method], second / first
                 low = best[method] == grid[0]
                 grids[method] = [_rounded(grid[0] / ratio), *grid] if low else [*grid, _rounded(grid[-1] * ratio)]
+        self.say("best rates: " + ", ".join(f"{method} {rate:g}" for method, rate in best.items()))
         return best
 
     def _train(self, runs: Sequence[Run]) -> None:
