@@ -37,10 +37,11 @@ def on_eight_devices(script, *arguments):
 def check_cases(cases):
     rows = [json.loads(line) for line in on_eight_devices("sharded_model.py", json.dumps(cases)).splitlines()]
     assert [row["case"] for row in rows] == [list(case) for case in cases]
-    for row in rows:  # float32 sums in another order: small gradients of a few leaves differ more than the whole
+    for row in rows:
         assert row["loss"] < 1e-5, row
-        # The dual form's weights are sums of many terms of either sign: 2.3e-5 was measured.
-        assert row["gradient"] < (5e-5 if row["case"][0] == "ldm_dual" else 1e-5), row
+        # float32 sums in another order. Where a short key is scaled to unit length rounding is magnified: which mesh
+        # meets such a key changes with the inputs, and up to 2.7e-5 was seen on one and 5e-6 on all others.
+        assert row["gradient"] < (5e-5 if row["case"][0].startswith("ldm") else 1e-5), row
         assert row["leaf"] < 1e-3, row
 
 
