@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 
 
 class MeshAxis(enum.StrEnum):
-    """The axes of a mesh, from the slowest connection to the fastest but one."""
+    """The axes of a mesh, from the slowest connections to the fastest."""
 
     DATA = "data"
     FSDP = "fsdp"

@@ -91,9 +91,9 @@ class FileSource:
             found |= files
         self._files = [Path(file) for file in sorted(found)]
         self._column, self._document_bytes = column, document_bytes
-        found = [file.stat() for file in self._files]
-        self._sizes = [each.st_size for each in found]
-        stamps = (f"{file} {each.st_size} {each.st_mtime_ns}" for file, each in zip(self._files, found, strict=True))
+        stats = [file.stat() for file in self._files]
+        self._sizes = [stat.st_size for stat in stats]
+        stamps = (f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(self._files, stats, strict=True))
         known = "\n".join(stamps)
         self.fingerprint = hashlib.blake2b(known.encode(errors="surrogateescape")).hexdigest()[:16]
 

@@ -28,8 +28,8 @@ def chunked_cross_entropy(
 ) -> TokenLosses:
     """The losses of every token `[B, T]`.
 
-    Logits exist for about `chunk` tokens at a time, the same number of every row, forward and backward: they are
-    recomputed, not saved. Rows that chunks do not divide are filled up with tokens that are thrown away.
+    Logits exist for at most `chunk` tokens at a time, as many of every row and at least one, forward and backward: they
+    are recomputed, not saved. Rows that chunks do not divide are filled up with tokens that are thrown away.
 
     Args:
         hidden: what the head is given, `[B, T, D]`.
@@ -38,7 +38,8 @@ def chunked_cross_entropy(
         chunk: tokens, at least 1.
     """
     batch, length = targets.shape
-    own = min(length, -(-chunk // batch))  # tokens of a chunk in each row
+    chunks = -(-length // max(1, chunk // batch))
+    own = -(-length // chunks)  # tokens of a chunk in each row
     padding = -length % own
     # Every device has its part of every chunk: a row's tokens i, i + n, i + 2n, .. are chunk i of n.
     parts = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, own, -1, hidden.shape[-1])

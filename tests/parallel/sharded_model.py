@@ -31,7 +31,7 @@ from ldm_jax.nn import init_params, model_graph, target_weights
 from ldm_jax.parallel import batch_sharding, make_mesh, shardings
 
 MODEL = ModelConfig(depth=2, width=16, heads=8, mlp_width=24, loss_chunk=16)
-LDM = LDMConfig(groups=8, key_dim=4, latent_dim=8)  # narrower keys are now and then near 0, which magnifies rounding
+LDM = LDMConfig(groups=8, key_dim=4, latent_dim=8)
 MIXERS = {
     "ldm": MixerConfig(ldm=LDM),
     "ldm_recomputed": MixerConfig(ldm=LDM, backward=Backward.RECOMPUTED),
