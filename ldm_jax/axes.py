@@ -55,13 +55,33 @@ def constrain(x: Shaped[Array, "..."], *axes: Axis | None) -> Shaped[Array, "...
     return jax.lax.with_sharding_constraint(x, partition(x.shape, axes, dict(mesh.shape)))
 
 
+def parts(shape: tuple[int, ...], *axes: Axis | None) -> int:
+    """How many parts the mesh in use cuts an array into; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return 1
+    names = jax.tree.leaves(tuple(partition(shape, axes, dict(mesh.shape))))
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def partition(shape: tuple[int, ...], axes: tuple[Axis | None, ...], mesh: dict[str, int]) -> PartitionSpec:
-    """The axes of the mesh for each axis of a shape; None where they do not divide it."""
+    """The axes of the mesh for each axis of a shape; None where they do not divide it.
+
+    Raises:
+        ValueError: not as many axes as the shape has; two that lie along one axis of the mesh.
+    """
     if len(shape) != len(axes):
         raise ValueError(f"axes {axes} are {len(axes)}, but the array's shape is {shape}.")
+    users: dict[MeshAxis, Axis] = {}
     along = []
     for size, axis in zip(shape, axes, strict=True):
-        names = [name.value for name in ALONG[axis] if mesh[name] > 1] if axis is not None else []
+        if axis is None:
+            along.append(None)
+            continue
+        for name in ALONG[axis]:
+            if (other := users.setdefault(name, axis)) is not axis or axes.count(axis) > 1:
+                raise ValueError(f"{other} and {axis} of one array both lie along the mesh's {name}: only one can.")
+        names = [name.value for name in ALONG[axis] if mesh[name] > 1]
         divides = size % math.prod(mesh[name] for name in names) == 0
         along.append(None if not names or not divides else names[0] if len(names) == 1 else tuple(names))
     return PartitionSpec(*along)

@@ -23,10 +23,12 @@ class Remat(enum.StrEnum):
 
 
 class AttentionImplementation(enum.StrEnum):
-    """xla, cudnn: of `jax.nn.dot_product_attention`. local: a token sees itself alone, `v sigmoid(q'k)`; to measure."""
+    """xla, cudnn: of `jax.nn.dot_product_attention`. flash: the device's own kernel, which never holds the scores.
+    local: a token sees itself alone, `v sigmoid(q'k)`; to measure."""
 
     XLA = "xla"
     CUDNN = "cudnn"
+    FLASH = "flash"
     LOCAL = "local"
 
 
@@ -60,9 +62,10 @@ class ModelConfig:
     compute_dtype: ComputeType = ComputeType.FLOAT32
     """Type of activations and products. Parameters and depth memories are float32 in any case."""
     attention: AttentionImplementation = AttentionImplementation.XLA
-    """xla anywhere, cudnn on NVIDIA GPUs (with bfloat16). local mixes no tokens: a stand-in to measure the rest."""
+    """xla anywhere, cudnn on NVIDIA GPUs (with bfloat16). flash: Splash attention on TPUs, cudnn on NVIDIA GPUs, xla
+    elsewhere. local mixes no tokens: a stand-in to measure the rest."""
     loss_chunk: int = 8192
-    """Tokens whose logits exist at a time."""
+    """Tokens of a device whose logits exist at a time."""
 
     def __post_init__(self) -> None:
         check_option_types(self)

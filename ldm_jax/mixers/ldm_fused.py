@@ -3,12 +3,16 @@
 The numbers and the parameters are those of `ldm`; only what is carried differs.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from ldm_jax.axes import Axis, constrain, partition
 from ldm_jax.memory import Observation
 from ldm_jax.memory.fused import undo_write, write_read
 from ldm_jax.mixers.base import MixerState
@@ -87,7 +91,7 @@ class FusedLDMLayer(nnx.Module):
         form = Recurrent(self.memory.config.write)
         covariance = form.undo(memory.covariance, kept.covariance, self.memory.forgetting())
         key, gain, error = kept.written
-        before, value = undo_write(memory.memory, key, gain, error)
+        before, value = on_own_part(undo_write, memory.memory, key, gain, error)
         pending = Pending(key, gain, value.astype(memory.pending.value.dtype))
         return FusedState(before, covariance, pending)
 
@@ -99,6 +103,8 @@ class FusedLDMEnds(LDMEnds):
         """The embedding as the stream; as the pending write, too, if asked for."""
         config, tokens, width = self.config, embedding.shape[:-1], embedding.shape[-1]
         memory = jnp.zeros((config.key_dim, *tokens, width))
+        if len(tokens) == 2:
+            memory = constrain(memory, None, Axis.BATCH, Axis.TOKENS, Axis.GROUPS)
         covariance = Recurrent(config.write).start(tokens, config.groups, 0, config.key_dim, self.alpha)
         if self.writer is None:
             nothing = jnp.zeros((*tokens, config.groups, config.key_dim))
@@ -117,8 +123,36 @@ def _write_read(reader: Reader, state: MixerState) -> tuple[Hidden, ReadState]:
     """The readout for the stream, after the pending write; and the memory then."""
     memory, covariance, (key, gain, value) = state.memory
     query, scale = reader.ask(state.stream)
-    memory, error, readout = write_read(memory, key, gain, value, scale[..., None] * query)
+    memory, error, readout = on_own_part(write_read, memory, key, gain, value, scale[..., None] * query)
     return readout, ReadState(memory, covariance, Written(key, gain, error))
+
+
+def on_own_part(
+    kernel: Callable[..., Any], memory: Float[Array, "K *tokens D"], key: Float[Array, "*tokens G K"], *others: Array
+) -> Any:
+    """`write_read` or `undo_write`, on a mesh of each device's own tokens and groups: no compiler splits a kernel.
+
+    Args:
+        kernel: of `memory`, `key` and the others; returns a memory and values.
+        memory: of all groups side by side.
+        key: by group.
+        others: keys, of the shape of `key`, and values, of the memory's without its first axis.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or key.ndim != 4:
+        return kernel(memory, key, *others)
+    rows, tokens, groups, _ = partition(key.shape, (Axis.BATCH, Axis.TOKENS, Axis.GROUPS, None), dict(mesh.shape))
+    of_memory, of_values = PartitionSpec(None, rows, tokens, groups), PartitionSpec(rows, tokens, groups)
+    by_group = PartitionSpec(rows, tokens, groups, None)
+    of_others = (by_group if other.ndim == key.ndim else of_values for other in others)
+    results = jax.eval_shape(kernel, memory, key, *others)
+    run = jax.shard_map(
+        kernel,
+        in_specs=(of_memory, by_group, *of_others),
+        out_specs=(of_memory, *[of_values] * (len(results) - 1)),
+        check_vma=False,
+    )
+    return run(memory, key, *others)
 
 
 def _observe(

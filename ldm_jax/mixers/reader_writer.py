@@ -80,6 +80,10 @@ class Writer(nnx.Module):
     def __call__(self, output: Float[Array, "*tokens D"], forgetting: Float[Array, " G"]) -> Observation:
         """The observation of an output: key, value, forgetting and importance of every token and group."""
         config = self.config
+        if output.ndim == 3:
+            # Left to itself, jaxlib 0.10's partitioner goes from an output whose width lies over fsdp to groups that
+            # lie over tensor by mixing up rows.
+            output = constrain(output, Axis.BATCH, Axis.TOKENS, None)
         latent = self.latent(output).astype(jnp.float32)
         keys = _keys(self.key(latent), 1 if config.shared_key else config.groups, config)
         bound = jax.nn.sigmoid if config.write is Write.DELTA else jax.nn.softplus

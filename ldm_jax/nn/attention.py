@@ -5,13 +5,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import AttentionImplementation, ModelConfig
 from ldm_jax.nn.cache import KeyValues, Places, write_key_values
 from ldm_jax.nn.initializers import branch_output
 from ldm_jax.nn.rope import rotate
+from ldm_jax.nn.softmax_attention import cudnn_attention, flash_attention, plain_attention
 from ldm_jax.typing import Hidden
 
 
@@ -20,8 +21,8 @@ class Documents(NamedTuple):
 
     positions: Int[Array, "B T"]
     """In the document, counted from 0."""
-    same: Bool[Array, "B 1 T T"]
-    """Whether two tokens are of one document."""
+    segments: Int[Array, "B T"]
+    """Every token's document."""
 
 
 def make_documents(segments: Int[Array, "B T"]) -> Documents:
@@ -29,8 +30,7 @@ def make_documents(segments: Int[Array, "B T"]) -> Documents:
     place = jnp.arange(segments.shape[1])
     first = jnp.concatenate([jnp.full_like(segments[:, :1], True), segments[:, 1:] != segments[:, :-1]], axis=1)
     start = jax.lax.cummax(jnp.where(first.astype(bool), place, 0), axis=1)
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    return Documents(place - start, same)
+    return Documents(place - start, segments)
 
 
 class Attention(nnx.Module):
@@ -50,16 +50,29 @@ class Attention(nnx.Module):
     def __call__(self, x: Hidden, documents: Documents | None = None) -> Hidden:
         """The attention's output `[B, T, D]`; position t sees positions up to t, of its own document if there are."""
         query, key, value = self._project(x, None if documents is None else documents.positions)
-        mask = None if documents is None else documents.same
-        return self._merge(self._mix(query, key, value, mask, is_causal=True))
+        segments = None if documents is None else documents.segments
+        match self.config.attention:
+            case AttentionImplementation.LOCAL:
+                mixed = self._local(query, key, value)
+            case AttentionImplementation.XLA:
+                mixed = plain_attention(query, key, value, segments)
+            case AttentionImplementation.CUDNN:
+                mixed = cudnn_attention(query, key, value, segments)
+            case AttentionImplementation.FLASH:
+                mixed = flash_attention(query, key, value, segments)
+        return self._merge(mixed)
 
     def decode(self, x: Hidden, cache: KeyValues, places: Places) -> tuple[Hidden, KeyValues]:
         """The output of new tokens `[B, T, D]` that see those of the cache, and the cache with them."""
         query, key, value = self._project(x, places.positions)
         cache = write_key_values(cache, KeyValues(key, value), places)
         if self.config.attention is AttentionImplementation.LOCAL:
-            return self._merge(self._mix(query, key, value, None, is_causal=True)), cache
-        mixed = self._mix(query, cache.key, cache.value, places.visible[:, None], is_causal=False)
+            return self._merge(self._local(query, key, value)), cache
+        # Few queries, whose scores are no burden: cuDNN where it was asked for by name, else plain.
+        cudnn = self.config.attention is AttentionImplementation.CUDNN
+        mixed = jax.nn.dot_product_attention(
+            query, cache.key, cache.value, mask=places.visible[:, None], implementation="cudnn" if cudnn else "xla"
+        )
         return self._merge(mixed), cache
 
     def _project(
@@ -79,20 +92,10 @@ class Attention(nnx.Module):
     def _merge(self, mixed: Float[Array, "B T H C"]) -> Hidden:
         return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
-    def _mix(
-        self,
-        query: Float[Array, "B T H C"],
-        key: Float[Array, "B W J C"],
-        value: Float[Array, "B W J C"],
-        mask: Bool[Array, "B 1 T W"] | None,
-        is_causal: bool,
+    def _local(
+        self, query: Float[Array, "B T H C"], key: Float[Array, "B T J C"], value: Float[Array, "B T J C"]
     ) -> Float[Array, "B T H C"]:
-        match self.config.attention:
-            case AttentionImplementation.LOCAL:
-                key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-                score = jnp.sum(query * key, axis=-1, keepdims=True) * self.config.head_dim**-0.5
-                return value * jax.nn.sigmoid(score)
-            case implementation:
-                return jax.nn.dot_product_attention(
-                    query, key, value, mask=mask, is_causal=is_causal, implementation=implementation.value
-                )
+        """The stand-in that mixes no tokens."""
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        score = jnp.sum(query * key, axis=-1, keepdims=True) * self.config.head_dim**-0.5
+        return value * jax.nn.sigmoid(score)

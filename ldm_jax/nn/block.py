@@ -67,8 +67,9 @@ class Block(nnx.Module):
         sublayer = self.attention
         assert isinstance(sublayer.function, Attention)
         x, state = sublayer.mixer.read(state)
+        x = constrain(x, Axis.BATCH, Axis.TOKENS, None)
         output, cache = sublayer.function.decode(sublayer.norm(x), cache, places)
-        state, _ = sublayer.mixer.write(state, output)
+        state, _ = sublayer.mixer.write(state, constrain(output, Axis.BATCH, Axis.TOKENS, None))
         state, _ = self.mlp(state)
         return state, cache
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.axes import Axis, constrain
+from ldm_jax.axes import Axis, constrain, parts
 from ldm_jax.typing import Hidden, Tokens
 
 
@@ -28,21 +28,23 @@ def chunked_cross_entropy(
 ) -> TokenLosses:
     """The losses of every token `[B, T]`.
 
-    Logits exist for at most `chunk` tokens at a time, as many of every row and at least one, forward and backward: they
-    are recomputed, not saved. Rows that chunks do not divide are filled up with tokens that are thrown away.
+    Every device has the logits of at most `chunk` tokens at a time, as many of every row and at least one, forward and
+    backward: they are recomputed, not saved. Rows that chunks do not divide are filled up with tokens that are thrown
+    away.
 
     Args:
         hidden: what the head is given, `[B, T, D]`.
         targets: `[B, T]`, in `[0, S)`.
         logits: the head, of any number of tokens.
-        chunk: tokens, at least 1.
+        chunk: tokens of a device, at least 1.
     """
     batch, length = targets.shape
-    chunks = -(-length // max(1, chunk // batch))
+    at_a_time = chunk * parts(targets.shape, Axis.BATCH, Axis.TOKENS)
+    chunks = -(-length // max(1, at_a_time // batch))
     own = -(-length // chunks)  # tokens of a chunk in each row
     padding = -length % own
     # Every device has its part of every chunk: a row's tokens i, i + n, i + 2n, .. are chunk i of n.
-    parts = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, own, -1, hidden.shape[-1])
+    inputs = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, own, -1, hidden.shape[-1])
     labels = jnp.pad(targets, ((0, 0), (0, padding))).reshape(batch, own, -1)
 
     @jax.checkpoint
@@ -53,10 +55,10 @@ def chunked_cross_entropy(
         own_score = jnp.sum(jnp.where(label[..., None] == jnp.arange(scores.shape[-1]), scores, 0), axis=-1)
         return TokenLosses(log_normaliser - own_score, log_normaliser)
 
-    if parts.shape[2] == 1:
-        losses = chunk_losses(parts[:, :, 0], labels[:, :, 0])
+    if inputs.shape[2] == 1:
+        losses = chunk_losses(inputs[:, :, 0], labels[:, :, 0])
     else:
-        by_chunk = jnp.moveaxis(parts, 2, 0), jnp.moveaxis(labels, 2, 0)
+        by_chunk = jnp.moveaxis(inputs, 2, 0), jnp.moveaxis(labels, 2, 0)
         losses = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), jax.lax.map(lambda part: chunk_losses(*part), by_chunk))
     return TokenLosses(*(part.reshape(batch, -1)[:, :length] for part in losses))
 

@@ -66,13 +66,24 @@ class Transformer(nnx.Module):
     def embedding(self, tokens: Tokens) -> Hidden:
         """What the mixer starts from, `[B, T, D]` in the compute type."""
         # Rows of the embedding have length 1 (a tied head wants that); the stream's numbers start near size 1.
-        table = constrain(self.embed.embedding[...].astype(self.config.dtype), Axis.VOCABULARY, None)
+        table = self._gathered(self.embed.embedding[...], Axis.VOCABULARY, Axis.WIDTH)
         scaled = jnp.take(table, tokens, axis=0) * jnp.asarray(self.config.width**0.5, self.config.dtype)
         return constrain(scaled, Axis.BATCH, Axis.TOKENS, None)
 
+    def head_matrix(self) -> Float[Array, "D S"]:
+        """What `hidden` is multiplied by, in the compute type."""
+        if self.head is None:
+            return self._gathered(self.embed.embedding[...], Axis.VOCABULARY, Axis.WIDTH).T
+        return self._gathered(self.head.kernel[...], Axis.WIDTH, Axis.VOCABULARY)
+
+    def _gathered(self, table: Float[Array, "m n"], *axes: Axis) -> Float[Array, "m n"]:
+        """In the compute type, its width whole on every device. Without the first layout it is gathered as float32."""
+        cast = constrain(table.astype(self.config.dtype), *axes)
+        return constrain(cast, *(None if axis is Axis.WIDTH else axis for axis in axes))
+
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens S"]:
         """The head: scores of the next token, in the compute type."""
-        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        return hidden @ self.head_matrix()
 
     def __call__(self, tokens: Tokens) -> Logits:
         """Scores of the next token at every position, `[B, T, S]`, float32."""
@@ -80,7 +91,9 @@ class Transformer(nnx.Module):
 
     def token_losses(self, tokens: Tokens, targets: Tokens, segments: Int[Array, "B T"] | None = None) -> TokenLosses:
         """Of every target; the logits are never whole in memory. Segments as in `hidden`."""
-        return chunked_cross_entropy(self.hidden(tokens, segments), targets, self.logits, self.config.loss_chunk)
+        head = self.head_matrix()  # gathered once, not in every chunk
+        hidden = self.hidden(tokens, segments)
+        return chunked_cross_entropy(hidden, targets, lambda part: part @ head, self.config.loss_chunk)
 
     def loss(self, tokens: Tokens, targets: Tokens) -> Scalar:
         """The mean cross-entropy in nats, float32."""

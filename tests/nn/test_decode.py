@@ -120,4 +120,3 @@ def test_documents_do_not_see_each_other(name):
 def test_positions_in_documents():
     documents = make_documents(jnp.asarray([[3, 3, 4, 4, 4, 5], [1, 1, 1, 1, 1, 1]]))
     assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
-    assert documents.same[0, 0, 2].tolist() == [False, False, True, True, True, False]
