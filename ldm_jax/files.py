@@ -34,3 +34,8 @@ def write_atomically(path: Path, text: str) -> None:
     """
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def user_cache() -> Path:
+    """The folder for what can be made again; not made here."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ldm_jax"

@@ -4,12 +4,15 @@ import sys
 from pathlib import Path
 
 from ldm_jax.cli import parse_train_arguments, run_script
+from ldm_jax.parallel import join
 from ldm_jax.train import train
 
 
 def main() -> None:
     """Parses and trains."""
     arguments = parse_train_arguments(sys.argv[1:])
+    if (hosts := arguments.hosts) is not None:
+        join(hosts)
     train(arguments.config, arguments.run or Path("runs") / arguments.config_file.stem)
 
 

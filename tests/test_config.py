@@ -105,7 +105,7 @@ def fields(cls):
 def test_no_option_is_a_free_string():
     # A string that is looked up somewhere would let a typo mean "off". Paths, prompts and foreign names are not.
     strings = {name for _, name, hint in fields(Config) if hint in (str, str | None)}
-    assert strings == {"path", "sample_prompt", "wandb_project"}
+    assert strings == {"path", "checkpoints", "sample_prompt", "wandb_project"}
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -23,6 +23,8 @@ class TrainConfig:
     """Windows of a validation during training, spread evenly over the validation text."""
     checkpoint_every: int = 200
     """Steps from one checkpoint to the next; the last step is followed by one in any case."""
+    checkpoints: str | None = None
+    """Folder of the checkpoints; a bucket, too, such as gs://bucket/run (pip install gcsfs). None: RUN/checkpoints."""
     keep_checkpoints: int = 2
     """Latest checkpoints that are kept."""
     keep_every: int | None = None
@@ -52,6 +54,12 @@ class TrainConfig:
         for name in ("keep_every", "spike_deviations"):
             value = getattr(self, name)
             check(value is None or value > 0, f"{name} is {value}, but it must be positive.")
+        where = self.checkpoints
+        check(where != "", "checkpoints is empty, but it must name a folder; leave it out for RUN/checkpoints.")
+        check(
+            where is None or "://" not in where or where.startswith(("gs://", "s3://")),
+            f"checkpoints is {where}, but a bucket must be one of gs:// or s3://.",
+        )
         check(bool(self.sample_prompt), 'sample_prompt is empty, but it needs a character, such as "\\n".')
         is_text = not any("\ud800" <= character <= "\udfff" for character in self.sample_prompt)
         check(is_text, f"sample_prompt is {self.sample_prompt!a}, which is not text.")

@@ -72,7 +72,7 @@ class Data:
         """
         return sum(corpus.weight * corpus.bytes_per_token for corpus in self.corpora)
 
-    def batches(self, start: int, batch_size: int, seed: int, rows: range | None = None) -> Iterator[Batch]:
+    def batches(self, start: int, batch_size: int, seed: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Endless batches of the windows from number `start` on.
 
         A position is the number of windows that were consumed: the windows of a seed are one sequence, which batches

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ldm_jax.axes import constrain
 from ldm_jax.data import HeldOut
 from ldm_jax.nn import Transformer, target_weights
 
@@ -70,7 +71,8 @@ def make_evaluate(
         inside = None if segments is None else segments[:, :-1]
         losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], inside).cross_entropy
         weights = target_weights(tokens, segments)
-        return jnp.sum(weights * losses, axis=1), jnp.sum(weights, axis=1)
+        # Whole on every device, so that every process can read them.
+        return constrain(jnp.sum(weights * losses, axis=1), None), constrain(jnp.sum(weights, axis=1), None)
 
     def evaluate(params: object, held_out: HeldOut) -> Evaluation:
         windows, weights = held_out

@@ -56,7 +56,7 @@ def generate(
     Raises:
         ValueError: no prompt, an empty one, a token outside the vocabulary, or a seed, context or chunk out of range.
     """
-    next_token = _token_step(graph, sampling or Sampling())
+    next_token = token_step(graph, sampling or Sampling())
     state = read_prompts(graph, params, prompts, context, seed=seed, chunk=chunk)
     return _tokens(next_token, params, state)
 
@@ -121,7 +121,9 @@ def _chunk_step(graph: Graph) -> Callable[[object, Array, Cache], tuple[Array, C
 
 
 @functools.cache
-def _token_step(graph: Graph, sampling: Sampling) -> Callable[[object, DecodeState], tuple[Array, DecodeState]]:
+def token_step(graph: Graph, sampling: Sampling) -> Callable[[object, DecodeState], tuple[Array, DecodeState]]:
+    """The compiled step `(params, state) -> (tokens, state)`; the state given is used up."""
+
     def next_token(params: object, state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
         model = nnx.merge(graph, params)
         keys = jax.vmap(jax.random.split)(state.keys)

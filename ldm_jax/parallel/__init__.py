@@ -1,6 +1,34 @@
 """One program over many devices: the mesh, and where the arrays of a training state and of a batch lie on it."""
 
-from ldm_jax.parallel.mesh import check_mesh, make_mesh
+from ldm_jax.parallel.agreement import (
+    StopVote,
+    code_fingerprint,
+    first_failure,
+    leader_does,
+    require_same,
+    wait_for_all,
+)
+from ldm_jax.parallel.hosts import Hosts, ending_together, join, leads
+from ldm_jax.parallel.mesh import check_mesh, make_mesh, slices_of
 from ldm_jax.parallel.placement import batch_sharding, parameter_axes, shardings
+from ldm_jax.parallel.rows import RowsHere
 
-__all__ = ["batch_sharding", "check_mesh", "make_mesh", "parameter_axes", "shardings"]
+__all__ = [
+    "Hosts",
+    "RowsHere",
+    "StopVote",
+    "batch_sharding",
+    "check_mesh",
+    "code_fingerprint",
+    "ending_together",
+    "first_failure",
+    "join",
+    "leader_does",
+    "leads",
+    "make_mesh",
+    "parameter_axes",
+    "require_same",
+    "shardings",
+    "slices_of",
+    "wait_for_all",
+]

@@ -1,31 +1,71 @@
 """The mesh of devices."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ldm_jax.axes import ALONG, Axis, MeshAxis
-from ldm_jax.config import Config
+from ldm_jax.config import AttentionImplementation, Config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerKind
+from ldm_jax.nn.softmax_attention import TILE
 
 
-def make_mesh(config: Config) -> Mesh:
-    """The mesh of a config over all devices; the fastest connections are within `tensor`.
+def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a config; the fastest connections are within `tensor`, the slowest, between slices, within `data`.
+
+    Where `mesh.data` is left out, it is the most that divides the batch: some devices may stay idle.
+
+    Args:
+        config: its `[mesh]`, and what that is to divide.
+        devices: None: all there are.
 
     Raises:
-        UserError: the numbers of devices do not fit, or do not divide what they are to share.
+        UserError: the numbers of devices do not fit, or do not divide what they are to share; several processes of
+            which some would be idle.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     try:
-        sizes = config.mesh.sizes(len(devices))
+        sizes = config.mesh.sizes(len(devices), config.train.batch_size // config.train.accumulation)
     except ValueError as error:
         raise UserError(f"{error} Change [mesh].") from error
     check_mesh(config, sizes)
-    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
-    return Mesh(grid, tuple(name.value for name in sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    used = math.prod(sizes.values())
+    if used < len(devices) and jax.process_count() > 1:
+        raise UserError(
+            f"train.batch_size {config.train.batch_size} in {config.train.accumulation} parts leaves {used} of "
+            f"{len(devices)} devices something to do, but all of several processes have to be used: change one of them."
+        )
+    return Mesh(
+        _arranged(tuple(sizes.values()), devices[:used]),
+        tuple(name.value for name in sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+    )
+
+
+def slices_of(devices: Sequence[Any]) -> int:
+    """How many slices of TPUs, with a network of their own each, the devices are of; 1 for other devices."""
+    return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
+
+
+def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    slices = slices_of(devices)
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, *others = shape
+    if data % slices:
+        raise UserError(
+            f"mesh.data is {data}, but the devices are of {slices} slices, between which only data is shared: make it "
+            f"a multiple of {slices}."
+        )
+    own = (data // slices, *others)
+    across = (slices, *(1 for _ in others))
+    return mesh_utils.create_hybrid_device_mesh(own, across, devices, allow_split_physical_axes=True)
 
 
 def check_mesh(config: Config, sizes: dict[MeshAxis, int]) -> None:
@@ -46,5 +86,15 @@ def check_mesh(config: Config, sizes: dict[MeshAxis, int]) -> None:
     for axis, name, size in shared:
         parts = math.prod(sizes[along] for along in ALONG[axis])
         if size % parts:
-            along = " x ".join(f"mesh.{name}" for name in ALONG[axis])
+            along = " x ".join(f"mesh.{each}" for each in ALONG[axis])
             raise UserError(f"{name} is {size}, which {along} = {parts} does not divide: change one of them.")
+    if model.attention is AttentionImplementation.CUDNN and sizes[MeshAxis.CONTEXT] > 1:
+        raise UserError(
+            f"mesh.context is {sizes[MeshAxis.CONTEXT]}, but model.attention cudnn needs whole windows: take xla."
+        )
+    part = config.data.context // sizes[MeshAxis.CONTEXT]
+    if model.attention is AttentionImplementation.FLASH and part % TILE:
+        raise UserError(
+            f"a device has {part} tokens of a window (data.context / mesh.context), but model.attention flash takes "
+            f"multiples of {TILE}: change one of them, or take xla."
+        )

@@ -1,4 +1,4 @@
-"""Training on one machine."""
+"""Training, by one process or several."""
 
 from ldm_jax.train.run import train
 from ldm_jax.train.step import StepMetrics, TrainState, make_state, make_train_step

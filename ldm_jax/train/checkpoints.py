@@ -1,21 +1,23 @@
 """Checkpoints of a run: written beside the training, whole or not at all, and checked when they are read."""
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
-import re
 import shutil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from ldm_jax.errors import UserError
+from ldm_jax.parallel import first_failure, leader_does, leads, wait_for_all
 from ldm_jax.train.fingerprint import fingerprint
 from ldm_jax.train.step import TrainState
+from ldm_jax.train.storage_errors import LONGEST_WAIT, not_of_storage, reason, reason_of_all
 
 SPARE_BYTES = 2_000_000  # beside the arrays: their index, their metadata, the metrics
 
@@ -39,16 +41,34 @@ class Checkpoints:
     """The checkpoints in a folder, one subfolder a step: the latest `keep`, and every step that `keep_every` divides.
 
     One is written by other threads while training goes on. What goes wrong is returned as a sentence, so that training
-    need not end for it.
+    need not end for it. Of several processes each writes its own arrays, and all have to make the same calls; what goes
+    wrong in one is returned in all.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int | None = None):
-        self._folder = folder.absolute()
+    def __init__(self, folder: epath.PathLike, keep: int, keep_every: int | None = None):
+        self._bucket = "://" in str(folder)
+        self._folder = epath.Path(folder) if self._bucket else epath.Path(folder).absolute()
+        several = jax.process_count() > 1
         self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
+            max_to_keep=keep,
+            keep_period=keep_every,
+            enable_async_checkpointing=True,
+            create=not several,
+            async_options=ocp.AsyncOptions(timeout_secs=LONGEST_WAIT) if several else None,
+            # Named, processes wait for each other without their devices, and not for ever.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=set(range(jax.process_count())) if several else None
+            ),
         )
-        logging.getLogger("absl").addFilter(_not_of_storage)
-        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        if several:
+            leader_does(lambda: _make_folder(self._folder))
+        logging.getLogger("absl").addFilter(not_of_storage)
+        try:
+            self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        except ImportError as error:
+            raise UserError(
+                f"{folder} cannot be reached: {error} (pip install gcsfs for gs://, s3fs for s3://)."
+            ) from error
         self._saving: int | None = None
 
     def latest_step(self) -> int | None:
@@ -60,8 +80,10 @@ class Checkpoints:
 
         Returns why it cannot be written, as a sentence, or None. What was written earlier is untouched.
         """
+        if (why := first_failure(self._lack_of_space(state))) is not None:
+            return self._failed(step, why)
+        why = None
         try:
-            self._check_space(state)
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(_saved(state)),  # pyright: ignore[reportCallIssue]
                 progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
@@ -71,37 +93,54 @@ class Checkpoints:
                 raise OSError(f"the folder has a checkpoint of step {self.latest_step()} already")
             self._saving = step
         except Exception as error:  # the storage layer raises types of its own
-            return self._failed(step, error)
-        return None
+            why = reason(error)
+        return self._outcome(step, why)
 
     def wait(self) -> str | None:
         """Waits until the last checkpoint is written. Returns why it could not be, or None."""
         step, self._saving = self._saving, None
+        if step is None:
+            return None
+        why = None
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            return self._failed(step, error)
-        return None
+            why = reason(error)
+        return self._outcome(step, why)
 
     def remove_leftovers(self) -> None:
         """Removes what a save that was broken off has left. Only for the one process that trains."""
-        for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if leads():
+            for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
+                with contextlib.suppress(OSError):
+                    leftover.rmtree()
+        wait_for_all()
 
-    def _failed(self, step: int | None, error: Exception) -> str:
+    def _outcome(self, step: int, why: str | None) -> str | None:
+        why = reason_of_all(why)
+        return None if why is None else self._failed(step, why)
+
+    def _failed(self, step: int, why: str) -> str:
+        self._saving = None
         self.remove_leftovers()
         self._manager.reload()  # it counts the failed one among those that there are
         kept = self.latest_step()
-        return f"the checkpoint of step {step} could not be written to {self._folder}: {_reason(error)} " + (
+        return f"the checkpoint of step {step} could not be written to {self._folder}: {why} " + (
             "There is no earlier one." if kept is None else f"The one of step {kept} is kept."
         )
 
-    def _check_space(self, state: TrainState) -> None:
+    def _lack_of_space(self, state: TrainState) -> str | None:
+        if self._bucket:
+            return None
         # Asked beforehand: a write that fails halfway has cost its time.
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + SPARE_BYTES
-        free = shutil.disk_usage(self._folder).free
-        if free < needed:
-            raise OSError(f"it needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB left")
+        try:
+            free = shutil.disk_usage(self._folder).free
+        except OSError as error:
+            return reason(error)
+        return (
+            f"it needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB left." if free < needed else None
+        )
 
     def restore_latest(self, like: TrainState) -> tuple[TrainState, Progress, list[str]] | None:
         """The state and progress of the newest checkpoint that is whole; None if there is no checkpoint at all.
@@ -117,15 +156,19 @@ class Checkpoints:
         """
         warnings: list[str] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
+            restored, why = None, None
             try:
-                state, progress = self._restore(step, like)
+                restored = self._restore(step, like)
             except Exception as error:
-                if not (self._folder / str(step)).exists():  # another process trains, and keeps the latest only
+                gone = not (self._folder / str(step)).exists()
+                if gone and jax.process_count() == 1:  # another process trains, and keeps the latest only
                     self._manager.reload()
                     return self.restore_latest(like)
-                warnings.append(f"the checkpoint of step {step} in {self._folder} is damaged: {_reason(error)}")
-            else:
-                return state, progress, warnings
+                why = reason(error)
+            if (why := reason_of_all(why)) is not None:
+                warnings.append(f"the checkpoint of step {step} in {self._folder} is damaged: {why}")
+            elif restored is not None:
+                return *restored, warnings
         if warnings:
             raise UserError(
                 f"no checkpoint in {self._folder} can be read. {warnings[0]} Restore one, or give another --run."
@@ -151,15 +194,23 @@ class Checkpoints:
 
     def put_aside(self, later_than: int) -> None:
         """Renames the folders of damaged checkpoints, so that their steps can be saved again. As `remove_leftovers`."""
-        for step in self._manager.all_steps():
+        for step in self._manager.all_steps() if leads() else ():
             if step > later_than:
                 names = (self._folder / f"{step}.damaged{number or ''}" for number in itertools.count())
                 (self._folder / str(step)).rename(next(name for name in names if not name.exists()))
+        wait_for_all()
         self._manager.reload()
 
     def close(self) -> None:
         """Ends the manager's threads."""
         self._manager.close()
+
+
+def _make_folder(folder: epath.Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
 
 
 def _saved(state: TrainState) -> dict[str, Any]:
@@ -170,19 +221,3 @@ def _fingerprint(state: TrainState, progress: Progress) -> dict[str, Any]:
     text = json.dumps(progress._asdict(), sort_keys=True)
     leaves = np.asarray(fingerprint(_saved(state))).tolist()
     return {"leaves": leaves, "progress": hashlib.blake2b(text.encode()).hexdigest()[:16]}
-
-
-def _not_of_storage(record: logging.LogRecord) -> bool:
-    """The storage layer logs pages about an error that it raises, too: we say it in a sentence."""
-    return not (record.levelno >= logging.WARNING and "orbax" in record.pathname)
-
-
-def _reason(error: BaseException) -> str:
-    """What an error says, short: the storage layer's text names every layer that it went through."""
-    text = str(error).strip()
-    found = re.search(r": ([^:\[\]]+) \[os_error_code=", text)
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    elif found is not None:
-        text = found[1]
-    return (text.splitlines() or [type(error).__name__])[0][:300].rstrip(".") + "."

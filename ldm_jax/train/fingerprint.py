@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
+from ldm_jax.axes import constrain
+
 _ODD = 2654435761  # an odd number: multiplying by it and one more than twice the place loses no bit
 
 
@@ -16,7 +18,7 @@ def fingerprint(tree: Any) -> UInt32[Array, " leaves"]:
     Whole numbers are summed, so it is the same on any number of devices and for any way to split an array over them. A
     change of a single entry always changes it, any other change but once in about 2^32 times.
     """
-    return jnp.stack([_of_leaf(leaf) for leaf in jax.tree.leaves(tree)])
+    return constrain(jnp.stack([_of_leaf(leaf) for leaf in jax.tree.leaves(tree)]), None)
 
 
 def _of_leaf(leaf: Array) -> UInt32[Array, ""]:

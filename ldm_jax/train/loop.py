@@ -1,27 +1,27 @@
 """The loop over steps, with what is logged, validated and saved between them."""
 
-import contextlib
 import math
 import time
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from ldm_jax.config import Config
-from ldm_jax.data import Batch, Data
+from ldm_jax.data import Data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate, make_memory_figures
 from ldm_jax.mixers import MixerKind
 from ldm_jax.nn import model_graph
-from ldm_jax.parallel import batch_sharding
+from ldm_jax.parallel import StopVote, leads
 from ldm_jax.train.checkpoints import Checkpoints, Progress
-from ldm_jax.train.metrics import MetricsFile, Row
+from ldm_jax.train.feed import feed
+from ldm_jax.train.metrics import Row
 from ldm_jax.train.progress import ProgressLine
+from ldm_jax.train.records import Records
 from ldm_jax.train.run_directory import RunDirectory
-from ldm_jax.train.sinks import make_sinks
 from ldm_jax.train.step import StepMetrics, TrainState, make_train_step
 from ldm_jax.train.stop_signal import StopSignal
 from ldm_jax.train.utilisation import device_memory_bytes, model_flops_per_token, peak_flops
@@ -55,19 +55,20 @@ class Loop:
     ):
         self.config, self.directory, self.checkpoints, self.data = config, directory, checkpoints, data
         self.progress, self.stop, self.mesh = progress, stop, mesh
-        self.place = None if mesh is None else batch_sharding(mesh)
         self.line = ProgressLine(console, config.train.steps)
         at_a_time = config.train.batch_size // config.train.accumulation
         self.evaluate = make_evaluate(model_graph(config.model, config.mixer), at_a_time, data.bytes_per_token)
         self.validation = data.validation_windows(config.train.validation_windows)
         self.figures = make_memory_figures(config) if config.mixer.kind is MixerKind.LDM else None
-        self.flops_per_token, self.peak_flops = model_flops_per_token(config), peak_flops()
+        self.flops_per_token = model_flops_per_token(config)
+        self.peak_flops = peak_flops(1 if mesh is None else mesh.size)
         self.started = time.monotonic() - progress.seconds
         self.last_log = 0, time.monotonic()
-        self.resources = contextlib.ExitStack()
+        self.records: Records | None = None
         self.profiling = False
-        self.reads_late = jax.default_backend() != "cpu"  # where the next step has begun, a time would include it
+        self.reads_late = jax.default_backend() != "cpu"  # there a time would include the next step
         self.compiled: tuple[int, float] | None = None
+        self.vote = StopVote(mesh) if mesh is not None and jax.process_count() > 1 else None
 
     def run(self, state: TrainState) -> TrainState:
         """Trains until `train.steps`, or until the stop signal. The state that it returns has been saved."""
@@ -75,13 +76,13 @@ class Loop:
         self.first = step = int(state.step)
         self._open()
         train_step = make_train_step(self.config, self.mesh)
-        batches = self.data.batches(self.progress.windows, config.batch_size, config.seed)
+        batches = feed(self.data, self.progress.windows, config.batch_size, config.seed, self.mesh)
         saved, unread, unsaved = step, None, None
         with self.line:
-            while step < config.steps and self.stop.name is None:
+            while step < config.steps and not self._stopped():
                 step += 1
                 self._profile(step, state)
-                state, metrics = train_step(state, jax.device_put(next(batches), self.place))
+                state, metrics = train_step(state, next(batches))
                 self.progress = self.progress._replace(windows=self.progress.windows + config.batch_size)
                 if unread is not None:
                     self._report(unread)
@@ -113,20 +114,24 @@ class Loop:
         return state
 
     def _open(self) -> None:
-        self.metrics = MetricsFile(self.directory.metrics_file, self.first)
-        if (rows := self.metrics.put_aside) is not None:
-            self.line.note(f"warning: there were rows of metrics, but no checkpoint: they are now in {rows}")
-        self.resources.enter_context(contextlib.closing(self.metrics))
-        self.sinks = make_sinks(self.config, self.directory.path, self.first)
-        for sink in self.sinks:
-            self.resources.enter_context(contextlib.closing(sink))
+        self.records = Records(self.config, self.directory, self.first)
+        if self.records.warning is not None:
+            self.line.note(f"warning: {self.records.warning}")
         self.last_log = self.first, time.monotonic()
+
+    def _stopped(self) -> bool:
+        """Of several processes, all at the same step."""
+        number = self.stop.number if self.vote is None else self.vote.cast(self.stop.number)
+        if number:  # else a signal that came while the vote was cast would be forgotten
+            self.stop.number = number
+        return number != 0
 
     def close(self) -> None:
         """Closes the files of metrics."""
         if self.profiling:
             jax.profiler.stop_trace()
-        self.resources.close()
+        if self.records is not None:
+            self.records.close()
 
     def _report(self, unread: Unread) -> None:
         """Tells of a skipped update, and logs the step where it is due."""
@@ -199,9 +204,10 @@ class Loop:
 
     def _log_figures(self, step: int, state: TrainState) -> None:
         assert self.figures is not None
-        figures = self.figures(state.trained, *_first_window(self.validation.windows))
-        finite = {name: each for name, each in figures._asdict().items() if bool(jnp.isfinite(each).all())}
-        self._log({"step": step, **{name: jnp.round(each, 5).tolist() for name, each in finite.items()}})
+        window = jax.tree.map(lambda x: x[:1, :FIGURE_TOKENS], self.validation.windows)
+        figures = self.figures(state.trained, window)
+        finite = {name: each for name, each in figures._asdict().items() if np.isfinite(each).all()}
+        self._log({"step": step, **{name: np.round(each, 5).tolist() for name, each in finite.items()}})
 
     def _save(self, step: int, state: TrainState, checked: bool) -> str | None:
         """Starts to write a checkpoint, once that before it is written. Returns why it could not, if so."""
@@ -219,9 +225,9 @@ class Loop:
         return failure
 
     def _log(self, row: Row) -> None:
-        self._warn(self.metrics.write(row))
-        for sink in self.sinks:
-            self._warn(sink.write(row))
+        assert self.records is not None
+        for failure in self.records.write(row):
+            self._warn(failure)
 
     def _warn(self, failure: str | None) -> None:
         if failure is not None:
@@ -230,7 +236,7 @@ class Loop:
     def _profile(self, step: int, state: TrainState) -> None:
         """Starts and ends the trace that `[log]` asks for."""
         first = self.config.log.profile_from
-        if first is None:
+        if first is None or not leads():
             return
         if step == first:
             jax.profiler.start_trace(str(self.directory.path / "profile"))
@@ -239,8 +245,3 @@ class Loop:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
             self.profiling = False
-
-
-def _first_window(windows: Batch) -> Batch:
-    """Its first tokens, of which a depth memory's figures are means."""
-    return jax.tree.map(lambda x: jnp.asarray(x[:1, :FIGURE_TOKENS]), windows)

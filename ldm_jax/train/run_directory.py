@@ -4,6 +4,8 @@ import dataclasses
 import fcntl
 from pathlib import Path
 
+from etils import epath
+
 from ldm_jax.config import Config
 from ldm_jax.config_file import config_to_toml, read_config
 from ldm_jax.errors import UserError
@@ -21,7 +23,6 @@ class RunDirectory:
         self.path = path
         self.config_file = path / "config.toml"
         self.metrics_file = path / "metrics.jsonl"
-        self.checkpoints = path / "checkpoints"
         self.sample_file = path / "sample.txt"
         self._lock = None
 
@@ -98,6 +99,11 @@ class RunDirectory:
             for section in CHANGEABLE
             for phrase in _differences(section, getattr(stored, section), getattr(config, section))
         ]
+
+
+def checkpoints_folder(config: Config, path: Path) -> epath.Path:
+    """Where the checkpoints of the run in a folder are; it may be a bucket."""
+    return epath.Path(config.train.checkpoints or path / "checkpoints")
 
 
 def _is_run(path: Path) -> bool:

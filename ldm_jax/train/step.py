@@ -67,8 +67,13 @@ def make_state(config: Config, mesh: Mesh | None = None) -> TrainState:
     """The state before the first update; with a mesh every device makes its own part of it."""
     if mesh is None:
         return _make_state(config)
-    places = shardings(jax.eval_shape(lambda: _make_state(config)), mesh)
+    places = shardings(state_shapes(config), mesh)
     return jax.jit(lambda: _make_state(config), out_shardings=places)()
+
+
+def state_shapes(config: Config) -> TrainState:
+    """Shapes and types of a state's arrays, without the arrays."""
+    return jax.eval_shape(lambda: _make_state(config))
 
 
 def _make_state(config: Config) -> TrainState:
@@ -147,7 +152,7 @@ def make_train_step(
 
     if mesh is None:
         return jax.jit(train_step, donate_argnums=0)
-    places = shardings(jax.eval_shape(lambda: _make_state(config)), mesh)
+    places = shardings(state_shapes(config), mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
 
 

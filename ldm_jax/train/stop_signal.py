@@ -9,8 +9,8 @@ class StopSignal:
     """Inside the context, the first signal is noted; a second one acts as before, so that Ctrl-C twice ends all."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        """The signal that came, such as SIGTERM."""
+        self.number = 0
+        """The signal that came; 0 if none has."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -24,8 +24,13 @@ class StopSignal:
     ) -> None:
         self._restore()
 
+    @property
+    def name(self) -> str | None:
+        """Of the signal that came, such as SIGTERM."""
+        return signal.Signals(self.number).name if self.number else None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
+        self.number = number
         self._restore()
 
     def _restore(self) -> None:

@@ -12,7 +12,7 @@ from ldm_jax.data import Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
 from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.train.checkpoints import Checkpoints
-from ldm_jax.train.run_directory import RunDirectory, stored_config
+from ldm_jax.train.run_directory import checkpoints_folder, stored_config
 from ldm_jax.train.step import make_state
 
 
@@ -35,7 +35,7 @@ def load_run(path: Path) -> TrainedRun:
         UserError: the folder holds no run, or the run no checkpoint yet.
     """
     config = stored_config(path)
-    checkpoints = Checkpoints(RunDirectory(path).checkpoints, config.train.keep_checkpoints, config.train.keep_every)
+    checkpoints = Checkpoints(checkpoints_folder(config, path), config.train.keep_checkpoints, config.train.keep_every)
     try:
         restored = checkpoints.restore_latest(make_state(config))
     finally:

@@ -32,11 +32,11 @@ def model_flops_per_token(config: Config) -> float:
     return 6.0 * (counts["blocks"] + counts["mixer"] + head) + 12.0 * model.depth * model.width * config.data.context
 
 
-def peak_flops() -> float | None:
-    """Of all devices together; None where it is not known."""
+def peak_flops(devices: int) -> float | None:
+    """Of so many devices of this kind together; None where it is not known."""
     kind = jax.devices()[0].device_kind
     matches = [name for name in PEAK_FLOPS if kind.startswith(name)]
-    return PEAK_FLOPS[max(matches, key=len)] * jax.device_count() if matches else None
+    return PEAK_FLOPS[max(matches, key=len)] * devices if matches else None
 
 
 def device_memory_bytes() -> int | None:

@@ -1,65 +1,67 @@
-"""Run by test_mesh.py in a process of its own, on eight devices: loss and gradient of a model over meshes.
+"""Run by test_mesh.py in a process of its own, on eight devices: loss and gradient of a training step over meshes.
 
 Prints a line for each case: the difference to one device, of the loss; of the whole gradient, relative to its length;
 and the largest of one parameter's gradient, relative to its largest entry.
 """
 
-import dataclasses
+import functools
 import json
 import math
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+import optax
 
-from ldm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from ldm_jax.memory.depth_scan import Backward
-from ldm_jax.mixers import (
-    AttnResBlockConfig,
-    DenseFormerConfig,
-    Form,
-    HyperConfig,
-    LDMConfig,
-    MHCConfig,
-    MixerConfig,
-    MixerKind,
-    Write,
-)  # fmt: skip
-from ldm_jax.nn import init_params, model_graph, target_weights
+from cases import Case
+from doubled import in_float64
+from ldm_jax.data import Batch
 from ldm_jax.parallel import batch_sharding, make_mesh, shardings
-
-MODEL = ModelConfig(depth=2, width=16, heads=8, mlp_width=24, loss_chunk=16)
-LDM = LDMConfig(groups=8, key_dim=4, latent_dim=8)
-MIXERS = {
-    "ldm": MixerConfig(ldm=LDM),
-    "ldm_recomputed": MixerConfig(ldm=LDM, backward=Backward.RECOMPUTED),
-    "ldm_stored": MixerConfig(ldm=LDM, backward=Backward.STORED),
-    "ldm_dual": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL)),
-    "ldm_sqrt": MixerConfig(ldm=dataclasses.replace(LDM, write=Write.SQRT_RLS, learned_alpha=True)),
-    "preln": MixerConfig(MixerKind.PRELN),
-    "attnres": MixerConfig(MixerKind.ATTNRES),
-    "attnres_block": MixerConfig(MixerKind.ATTNRES_BLOCK, attnres_block=AttnResBlockConfig(block_size=2)),
-    "hc": MixerConfig(MixerKind.HC, hc=HyperConfig(streams=2)),
-    "mhc": MixerConfig(MixerKind.MHC, mhc=MHCConfig(streams=2)),
-    "denseformer": MixerConfig(MixerKind.DENSEFORMER, denseformer=DenseFormerConfig()),
-}
+from ldm_jax.train import make_state, make_train_step
 
 
-def make_config(mixer, mesh, scan):
-    model = dataclasses.replace(MODEL, scan=scan)
-    return Config(model, MIXERS[mixer], DataConfig(context=16), train=TrainConfig(batch_size=8), mesh=MeshConfig(*mesh))
+def moved(params):
+    """Away from their start, so that gates and norms are not at special values and no gradient is zero."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: leaf + 0.05 * rng.normal(size=leaf.shape).astype(np.float32), params)
 
 
-def gradient(config, params, tokens, segments):
-    graph = model_graph(config.model, config.mixer)
+def make_batch(case):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (16, 17), np.int32)
+    segments = np.sort(rng.integers(1, 4, tokens.shape), axis=1).astype(np.int32)
+    return Batch(tokens, segments if case.documents else None)
 
-    def loss(params):
-        losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], segments[:, :-1])
-        return jnp.mean(target_weights(tokens, segments) * losses.cross_entropy)
 
-    return jax.jit(jax.value_and_grad(loss))(params)
+def loss_and_gradient(case, step, state, batch):
+    state, metrics = (in_float64(step) if case.type == "float64" else step)(state, batch)
+    return metrics.loss, jax.tree.leaves([mean for _, mean in optax.tree.get_all_with_path(state.optimizer, "mu")])
+
+
+def start(config):
+    state = make_state(config)
+    return state._replace(params=moved(state.params))
+
+
+@functools.cache
+def on_one_device(case):
+    config = case.config()
+    return loss_and_gradient(case, make_train_step(config), start(config), make_batch(case))
+
+
+def compare(case):
+    config, batch = case.config(), make_batch(case)
+    one_loss, expected = on_one_device(case._replace(mesh=(1, 1, 1, 1)))  # the same for every mesh
+    mesh = make_mesh(config)
+    state = start(config)
+    placed = jax.device_put(state, shardings(state, mesh))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(batch, batch_sharding(mesh))
+        loss, found = loss_and_gradient(case, make_train_step(config, mesh), placed, sharded)
+    assert len(found) == len(jax.tree.leaves(state.params))
+    assert {leaf.dtype for leaf in [*found, *expected, loss]} == {np.dtype(case.type)}
+    assert any(len(leaf.sharding.device_set) == 8 for leaf in found)
+    return {"loss": abs(float(loss) - float(one_loss)), **differences(found, expected)}
 
 
 def differences(found, expected):
@@ -70,25 +72,11 @@ def differences(found, expected):
     return {"gradient": distance / length, "leaf": float(leaf)}
 
 
-def compare(mixer, mesh_sizes, scan):
-    config = make_config(mixer, mesh_sizes, scan)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, (8, 17), np.int32)
-    segments = np.sort(rng.integers(1, 4, (8, 17)), axis=1).astype(np.int32)
-    params = init_params(config.model, config.mixer, 0)
-    expected = gradient(config, params, jnp.asarray(tokens), jnp.asarray(segments))
-    mesh = make_mesh(config)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, shardings(params, mesh))
-        actual = gradient(config, placed, *jax.device_put((tokens, segments), batch_sharding(mesh)))
-    found = differences(*map(jax.tree.leaves, (actual[1], expected[1])))
-    return {"loss": abs(float(actual[0]) - float(expected[0])), **found}
-
-
 def main() -> None:
     assert jax.device_count() == 8
-    for mixer, mesh, scan in json.loads(sys.argv[1]):
-        print(json.dumps({"case": [mixer, mesh, scan], **compare(mixer, mesh, scan)}), flush=True)
+    for chosen in json.loads(sys.argv[1]):
+        case = Case(**chosen | {"mesh": tuple(chosen["mesh"])})
+        print(json.dumps({"case": case._asdict(), **compare(case)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run by test_mesh.py in a process of its own, on eight devices: training, on several meshes after one another.
 
-Prints the step and a hash of every array after each start.
+Prints the step, a hash of every array after each start, and how far a memory's figures are from one device's.
 """
 
 import dataclasses
@@ -15,8 +15,11 @@ import numpy as np
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from ldm_jax.config import MeshConfig
-from ldm_jax.parallel import make_mesh
+from ldm_jax.config import Config, MeshConfig, ModelConfig
+from ldm_jax.data import Batch
+from ldm_jax.infer import make_memory_figures
+from ldm_jax.mixers import LDMConfig, MixerConfig
+from ldm_jax.parallel import make_mesh, shardings
 from ldm_jax.train import load_run, make_state, train
 from ldm_jax.train.checkpoints import Checkpoints
 from runs import make_corpus, tiny
@@ -24,6 +27,18 @@ from runs import make_corpus, tiny
 
 def digest(tree):
     return hashlib.blake2b(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))).hexdigest()[:16]
+
+
+def error_of_figures():
+    """With enough matrices to keep all of LAPACK's threads busy."""
+    config = Config(ModelConfig(depth=2, width=64, heads=8, mlp_width=64), mesh=MeshConfig(tensor=8))
+    config = dataclasses.replace(config, mixer=MixerConfig(ldm=LDMConfig(groups=8, latent_dim=8)))
+    windows = Batch(np.random.default_rng(0).integers(256, size=(1, 64)).astype(np.int32), None)
+    params = make_state(config).params
+    expected, mesh = make_memory_figures(config)(params, windows), make_mesh(config)
+    with jax.set_mesh(mesh):
+        found = make_memory_figures(config)(jax.device_put(params, shardings(params, mesh)), windows)
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
 
 
 def main() -> None:
@@ -44,6 +59,7 @@ def main() -> None:
         digests.append(digest((restored[0].params, restored[0].optimizer)))
     alone = load_run(folder / "run")
     found |= {"same_bits": len(set(digests)) == 1 and digest(alone.params) == digest(state.params)}
+    found |= {"same_figures": error_of_figures() < 1e-5}
     print(json.dumps(found))
 
 

@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -111,11 +112,13 @@ def test_memory_figures_are_those_of_the_inspection():
     expected = inspect(config, params, Batch(windows, segments), 2)
     together = inspect(config, params, Batch(windows, None), 2)
     assert np.abs(together["log10_condition"] - expected["log10_condition"]).max() > 1e-4
-    figures = make_memory_figures(config)(params, windows[:, :-1], segments[:, :-1])
+    figures = make_memory_figures(config)(params, Batch(windows[:, :-1], segments[:, :-1]))
     for name, of_ends in (("gain", slice(-1)), ("gate", slice(-1)), ("log10_condition", slice(-1))):
         np.testing.assert_allclose(getattr(figures, name), expected[name][of_ends], rtol=1e-3, atol=1e-4)
     for name in ("forgetting", "importance"):
         np.testing.assert_allclose(getattr(figures, name), expected[name][1:], rtol=1e-3)
+    ruined = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    assert np.isnan(make_memory_figures(config)(ruined, Batch(windows, None)).log10_condition).all()
 
 
 def test_pictures_of_a_run(tmp_path):
@@ -147,7 +150,7 @@ def test_model_flops():
     matrices = 2 * (4 * 16 * 16 + 3 * 16 * 24) + 256 * 16
     expected = 6 * (matrices + norms) + 12 * 2 * 16 * config.data.context
     assert model_flops_per_token(config) == expected
-    assert peak_flops() is None  # of this machine's CPU
+    assert peak_flops(1) is None  # of this machine's CPU
 
 
 def test_runs_of_one_name_have_distinct_ones():

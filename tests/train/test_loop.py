@@ -1,6 +1,7 @@
 """Training: what a run leaves, how it goes on, what it refuses, what it keeps when something breaks."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import shutil
@@ -277,6 +278,29 @@ def test_a_damaged_checkpoint_is_passed_over(unbroken, tmp_path, damage):
     assert "goes on from step 4" in output
     assert_same_bits(state, expected)
     assert sorted(folder.name for folder in (path / "checkpoints").iterdir()) == ["4", "6", "6.damaged"]
+
+
+def test_checkpoints_in_a_folder_of_their_own(unbroken, tmp_path):
+    # As on a bucket; the run's folder, on the disk of a machine that is gone, is not needed to go on.
+    config, _, state, _ = unbroken
+    options = dataclasses.replace(config.train, checkpoints=str(tmp_path / "kept"))
+    config = dataclasses.replace(config, train=options)
+    run_and_stop(config, tmp_path / "run", config.train.checkpoint_every + 1)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    shutil.rmtree(tmp_path / "run")
+    found, output = quietly(config, tmp_path / "run")
+    assert "goes on from step" in output
+    assert_same_bits(found, state)
+    assert load_run(tmp_path / "run").step == config.train.steps
+    with pytest.raises(ValueError, match="checkpoints is ftp://bucket, but a bucket must be one of gs:// or s3://"):
+        dataclasses.replace(options, checkpoints="ftp://bucket")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="it is installed")
+def test_a_bucket_needs_its_package(unbroken, tmp_path):
+    config = with_train(unbroken[0], checkpoints="gs://bucket/run")
+    with pytest.raises(UserError, match="gs://bucket/run cannot be reached: Please install gcsfs"):
+        quietly(config, tmp_path / "run")
 
 
 def test_a_run_without_a_whole_checkpoint_is_not_started_anew(unbroken, tmp_path):

@@ -1,0 +1,170 @@
+"""What devices send each other in a training step of LDM, as compiled for eight; nothing of it is the memory.
+
+Run by hand it prints, for each program, every kind of collective with the shapes that it moves; test_collectives.py
+runs it in a process of its own and reads the last line.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections import Counter
+from typing import NamedTuple
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ldm_jax.axes import Axis, partition
+from ldm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ldm_jax.data import Batch
+from ldm_jax.memory import Observation
+from ldm_jax.memory.depth_scan import Backward
+from ldm_jax.mixers import Form, LDMConfig, MixerConfig, Write
+from ldm_jax.mixers.memory_form import MemoryState, Recurrent
+from ldm_jax.parallel import batch_sharding, make_mesh, shardings
+from ldm_jax.train import make_state, make_train_step
+
+# Sizes that occur nowhere else, nor as a product of others, whole or divided among devices.
+KEY, VALUE, GROUPS = 7, 26, 8
+MODEL = ModelConfig(depth=2, width=GROUPS * VALUE, heads=4, mlp_width=48, loss_chunk=64)
+LDM = LDMConfig(groups=GROUPS, key_dim=KEY, latent_dim=12)
+OBSERVATIONS = MODEL.sublayers + 1
+MESHES = [(2, 1, 2, 2), (1, 2, 2, 2)]
+FORMS = {
+    "recurrent, undone": MixerConfig(ldm=LDM, backward=Backward.UNDONE),
+    "recurrent, stored": MixerConfig(ldm=LDM, backward=Backward.STORED),
+    "dual, undone": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL), backward=Backward.UNDONE),
+}
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+
+
+class Collective(NamedTuple):
+    """An operation that sends something from one device to another, and a shape that it yields."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def moves_memory(self) -> bool:
+        """Whether the shape is one of M, of P or of the dual form's observations, in any order or flattened."""
+        sizes = [size for size in self.shape if size > 1]
+        whole = {KEY * VALUE, KEY * KEY} & set(sizes)
+        seen = OBSERVATIONS in sizes and ({VALUE, KEY} & set(sizes))
+        return bool(whole or seen or sizes.count(KEY) > 1 or (KEY in sizes and VALUE in sizes))
+
+
+def collectives(compiled):
+    """Those of a compiled program."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = re.search(rf" = (.*?) ({KINDS})(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            found += [Collective(match[2], tuple(int(n) for n in shape.split(",") if n)) for shape in shapes]
+    return found
+
+
+def largest_memory(compiled):
+    """Numbers in the largest M `[B, T, G, K, V]`, in any order, that one device has in a compiled program."""
+    shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
+    return max((math.prod(x) for x in shapes if len(x) == 5 and KEY in x and VALUE in x), default=0)
+
+
+def compiled_step(mixer, sizes):
+    """A whole update."""
+    train = TrainConfig(batch_size=8)
+    config = Config(MODEL, mixer, DataConfig(context=16), train=train, mesh=MeshConfig(*sizes))
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: make_state(config))
+        state = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shapes,
+            shardings(shapes, mesh),
+        )
+        window = jax.ShapeDtypeStruct((8, 17), np.int32, sharding=batch_sharding(mesh))
+        return make_train_step(config, mesh).lower(state, Batch(window, window)).compile()
+
+
+def of_memory(write, sizes, *, wrong=False):
+    """The collectives of read, write and undo, and of the pull back through each, by name.
+
+    With `wrong` the read's query lies along another axis of the mesh than the memory: what must then be found.
+    """
+    config = Config(MODEL, MixerConfig(ldm=LDM), train=TrainConfig(batch_size=8), mesh=MeshConfig(*sizes))
+    mesh, form, tokens = make_mesh(config), Recurrent(write), (8, 16, GROUPS)
+    by_group = Axis.BATCH, Axis.TOKENS, Axis.GROUPS
+
+    def array(*own, axes=by_group):
+        shape = *tokens, *own
+        spec = partition(shape, (*axes, *[None] * len(own)), dict(mesh.shape))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    state = MemoryState(array(KEY, VALUE), array(KEY, KEY))
+    observation = Observation(array(KEY), array(VALUE), array(), array())
+    query = array(KEY, axes=(Axis.BATCH, Axis.GROUPS, Axis.TOKENS) if wrong else by_group)
+    forgetting = jax.ShapeDtypeStruct((GROUPS,), jnp.float32, sharding=NamedSharding(mesh, jax.P("tensor")))
+    operations = {"read": (lambda state, query: form.read(state, query, VALUE), state, query)}
+    if not wrong:
+        operations["write"] = form.write, state, observation
+    found = {}
+    with jax.set_mesh(mesh):
+        for name, (function, *arguments) in operations.items():
+
+            def pulled(cotangent, *arguments, function=function):
+                return jax.vjp(function, *arguments)[1](cotangent)
+
+            compiled = jax.jit(function).lower(*arguments).compile()
+            results = jax.tree.map(
+                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                jax.eval_shape(function, *arguments),
+                compiled.output_shardings,
+            )
+            found[name] = collectives(compiled)
+            found[f"{name}, pulled back"] = collectives(jax.jit(pulled).lower(results, *arguments).compile())
+            if name == "write" and results[1] is not None:
+                undo = jax.jit(form.undo).lower(*results, forgetting).compile()
+                found["undo"] = collectives(undo)
+    return found
+
+
+def table(found):
+    """Lines of what is sent: the kind, how often, and every shape on one device."""
+    lines = []
+    for kind in sorted({one.kind for one in found}):
+        shapes = Counter(one.shape for one in found if one.kind == kind)
+        lines.append(f"    {kind}, {sum(shapes.values())}:")
+        for shape, count in sorted(shapes.items(), key=lambda item: -math.prod(item[0])):
+            lines.append(f"        {count} x {list(shape)}")
+    return lines or ["    nothing"]
+
+
+def main() -> None:
+    memory, steps = {}, {}
+    for sizes in MESHES:
+        print(f"mesh {sizes}; shapes of one device; K {KEY}, V {VALUE}, G {GROUPS}, D {MODEL.width}")
+        for write in (Write.RLS, Write.SQRT_RLS, Write.ADDITIVE) if sizes == MESHES[0] else (Write.RLS,):
+            for name, found in of_memory(write, sizes).items():
+                print(f"  {write}: {name}", *table(found), sep="\n")
+                memory[f"{sizes} {write} {name}"] = len(found)
+        for name, mixer in FORMS.items():
+            if (name == "recurrent, undone") != (sizes == MESHES[0]):
+                continue  # each on one mesh: they take long to compile
+            compiled = compiled_step(mixer, sizes)
+            found = collectives(compiled)
+            print(f"  training step, {name}", *table(found), sep="\n")
+            moved = sum(one.moves_memory for one in found)
+            steps[f"{sizes} {name}"] = {"all": len(found), "memory": moved, "largest": largest_memory(compiled)}
+    wrong = of_memory(Write.RLS, MESHES[0], wrong=True)["read"]
+    print("a read whose query lies otherwise than the memory", *table(wrong), sep="\n")
+    print(json.dumps({"memory": memory, "steps": steps, "wrong": sum(one.moves_memory for one in wrong)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Sampling on a mesh is that of one device, its cache shared out; so is a memory in a model that lays out nothing."""
+
+import json
+
+import pytest
+
+from eight_devices import on_eight_devices
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["ldm", "alone"], pytest.param(["preln", "attnres", "attnres_block", "hc", "mhc"], marks=pytest.mark.slow)],
+    ids=["ldm", "rivals"],
+)
+def test_tokens_are_those_of_one_device(names):
+    rows = [json.loads(line) for line in on_eight_devices("sharded_generation.py", *names).splitlines()]
+    assert [row["case"][0] for row in rows[::2]] == names
+    for row in rows:
+        name, sizes = row["case"]
+        assert row["difference"] < 2e-5, row  # float32 sums in another order, of scores up to 10
+        if name != "alone":
+            assert row["same"], row
+            data, fsdp, _, tensor = sizes
+            assert row["parts"] == data * fsdp * tensor, row  # rows and key-value heads
