@@ -1,5 +1,6 @@
 """A training step's gradient, compiled and not run: for this machine, or for a TPU that is not there."""
 
+import importlib.util
 import os
 from typing import Any
 
@@ -21,8 +22,8 @@ Chip = jax.sharding.SingleDeviceSharding
 """What a program is compiled for that is not for this machine."""
 
 
-def tpu_chip(topology: str) -> Chip:
-    """One chip of a TPU slice such as v5e:2x2; nothing is run, and no TPU is needed.
+def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
+    """The chips of a TPU slice such as v5e:2x2, or of several; nothing can be run on them, and no TPU is needed.
 
     Raises:
         UserError: the TPU compiler is not installed, or it does not know the slice.
@@ -33,15 +34,22 @@ def tpu_chip(topology: str) -> Chip:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
+    several = {} if slices == 1 else {"num_slices": slices}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].rstrip(".")
+        if importlib.util.find_spec("libtpu") is None:
+            reason += ". It needs the optional extra, pip install -e '.[tpu]'"
         raise UserError(
-            f'the TPU compiler cannot compile for "{topology}": {reason} It needs the optional extra, '
-            "pip install -e '.[tpu]', and a slice such as v5e:2x2, v5p:2x2x1 or v6e:16x16."
+            f'the TPU compiler cannot compile for "{topology}": {reason}. Slices are such as v5e:2x2, v5p:2x2x1 or '
+            "v6e:16x16."
         ) from error
-    return Chip(devices[0])
+
+
+def tpu_chip(topology: str) -> Chip:
+    """One chip of a TPU slice such as v5e:2x2. Raises UserError as `tpu_devices`."""
+    return Chip(tpu_devices(topology)[0])
 
 
 def compile_gradient(config: Config, chip: Chip | None, *, count_traffic: bool = False) -> jax.stages.Compiled:
