@@ -7,10 +7,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
+from doubled import in_float64
 from ldm_jax.config import AttentionImplementation, ComputeType, ModelConfig, Remat
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form, ReadInto, Write, without_reads
@@ -30,25 +30,30 @@ def by(kind, backward):
     return dataclasses.replace(kind, backward=Backward(backward))
 
 
+def doubled_loss_and_grads(config, kind, params):
+    """In float64, with every state that is float32 otherwise."""
+    return jax.tree.map(np.asarray, in_float64(lambda p: loss_and_grads(config, kind, p, tokens()))(params))
+
+
 @functools.cache
 def scanned(kind):
     """Parameters, and loss and gradients by a plain scan."""
     params = moved_params(MODEL, kind)
-    return params, loss_and_grads(MODEL, by(kind, "stored"), params, tokens())
+    return params, doubled_loss_and_grads(MODEL, by(kind, "stored"), params)
 
 
 def assert_same(a, b, rtol):
     """Leaf by leaf, relative to the leaf's largest entry."""
     chex.assert_trees_all_equal_structs(a, b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * max(float(jnp.abs(y).max()), 1e-3))
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * max(np.abs(y).max(), 1e-3))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "backward", "change"),
     [
         pytest.param("ldm", {}, "stored", {"scan": False}, marks=pytest.mark.slow),
-        ("ldm", {}, "recomputed", {}),
+        pytest.param("ldm", {}, "recomputed", {}, marks=pytest.mark.slow),
         ("ldm", {}, "undone", {}),
         ("ldm", {"form": Form.DUAL}, "undone", {}),
         pytest.param("ldm", {}, "recomputed", {"remat": Remat.DOTS}, marks=pytest.mark.slow),
@@ -60,18 +65,13 @@ def assert_same(a, b, rtol):
     ids=str,
 )
 def test_same_numbers_another_way(name, options, backward, change):
-    # The same parameters unrolled, recomputed, undone, or without the memory: only the order of float32 sums differs,
-    # and in the dual form the sums themselves. The whole gradient is compared, and every leaf of it by itself: that of
-    # forgetting is what is left of large parts that cancel.
+    # The same parameters unrolled, recomputed, undone or without the memory. In float32 the whole gradient of any way,
+    # the plain scan's, too, is up to 1e-5 from that in float64, and how far depends on the machine.
     kind = KINDS[name]
     params, expected = scanned(kind)
     other = by(dataclasses.replace(kind, ldm=dataclasses.replace(kind.ldm, **options)), backward)
-    actual = loss_and_grads(dataclasses.replace(MODEL, **change), other, params, tokens())
-    whole, leaf = (1e-4, 5e-4) if options else (1e-5, 5e-5)
-    assert float(abs(actual[0] - expected[0])) < whole * float(expected[0])
-    difference = jax.tree.map(jnp.subtract, actual[1], expected[1])
-    assert optax.tree.norm(difference) < whole * optax.tree.norm(expected[1])
-    assert_same(actual, expected, leaf)
+    actual = doubled_loss_and_grads(dataclasses.replace(MODEL, **change), other, params)
+    assert_same(actual, expected, 1e-10)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 def on_eight_devices(script, *arguments):
     """What the script beside this file prints."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parents[1])}
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"}
     command = [sys.executable, str(HERE / script), *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

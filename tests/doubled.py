@@ -44,6 +44,8 @@ def _apply(equation: Any, args: list[Any]) -> list[Any]:
         inner = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
         closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
         return _evaluate(closed.jaxpr, closed.consts, args)
+    if primitive.name == "reduce_precision" and params["mantissa_bits"] == 23:
+        return args  # what a remat policy saves is rounded to float32, which it is already
     if primitive.name == "cond":
         # Of a choice by platform the kernel for another machine cannot be had in float64, and is not run here.
         plain = [branch for branch in params["branches"] if "pallas_call" not in str(branch)]
