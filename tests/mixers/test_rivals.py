@@ -149,7 +149,7 @@ def test_equals_its_twin_in_values_and_gradients(rng, x64, rival):
         np.testing.assert_allclose(np.sum(np.asarray(grad) * direction), difference, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["attnres", "attnres_block 4", "hc dynamic", "mhc", "denseformer 3 2"])
 def test_scanned_unrolled_undone_are_one(rng, x64, name, scanned):
     rival = RIVALS[name]

@@ -21,7 +21,6 @@ def test_loss_and_gradient_are_those_of_one_device():
     check_cases([
         Case(mesh=(2, 2, 1, 2), accumulation=2),
         Case(mesh=(1, 2, 4, 1), scan=False, type="float32"),
-        Case("mhc", mesh=(2, 1, 2, 2), backward="recomputed"),
     ])  # fmt: skip
 
 
