@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from ldm_jax.typing import Scalar
 # of where an operand lies, counts those copies and their uses as traffic with the main memory (HBM), too.
 _NO_PREFETCH: dict[str, str | bool] = {"xla_vf_vmem_memory_space_assignment": False}
 
+_EXAMPLES = "Slices are such as v5e:2x2, v5p:2x2x1 or v6e:16x16."
 
 Chip = jax.sharding.SingleDeviceSharding
 """What a program is compiled for that is not for this machine."""
@@ -28,6 +30,8 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
     Raises:
         UserError: the TPU compiler is not installed, or it does not know the slice.
     """
+    if re.fullmatch(r"\w+:\d+(x\d+)*", topology) is None:  # of which the compiler may make a chip of its own choice
+        raise UserError(f'"{topology}" is no slice of TPUs. {_EXAMPLES}')
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud what this machine is
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -41,10 +45,7 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
         reason = str(error).partition("\n")[0].rstrip(".")
         if importlib.util.find_spec("libtpu") is None:
             reason += ". It needs the optional extra, pip install -e '.[tpu]'"
-        raise UserError(
-            f'the TPU compiler cannot compile for "{topology}": {reason}. Slices are such as v5e:2x2, v5p:2x2x1 or '
-            "v6e:16x16."
-        ) from error
+        raise UserError(f'the TPU compiler cannot compile for "{topology}": {reason}. {_EXAMPLES}') from error
 
 
 def tpu_chip(topology: str) -> Chip:

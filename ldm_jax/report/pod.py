@@ -128,9 +128,10 @@ def _mesh_of_all(config: Config, devices: list[Any]) -> Mesh:
     chip_rates(devices[0].device_kind)  # before minutes are spent
     mesh = make_mesh(config, devices)
     if mesh.size < len(devices):
+        slices = slices_of(devices)
         raise UserError(
             f"the batch keeps {mesh.size} of {len(devices)} chips busy: raise train.batch_size, or share more by "
-            "fsdp, context or tensor."
+            "fsdp, context or tensor" + (f"; data is to be a multiple of the {slices} slices." if slices > 1 else ".")
         )
     return mesh
 

@@ -179,6 +179,12 @@ def test_meshes_are_ranked(name):
         ranked_meshes(config, 7, rates)
 
 
+@pytest.mark.parametrize("topology", ["", "v5e", "v5e:", "2x2", "v5e:2x2 "])
+def test_what_is_no_slice_is_told(topology):
+    with pytest.raises(UserError, match=f'"{topology}" is no slice of TPUs. Slices are such as v5e:2x2'):
+        tpu_devices(topology)
+
+
 def test_a_mesh_in_words():
     assert parse_mesh("data=16, fsdp=4") == MeshConfig(data=16, fsdp=4)
     for text, words in (("data:4", '"data:4" of the mesh "data:4" is not understood'), ("fsdp=0", "fsdp is 0, but it")):
