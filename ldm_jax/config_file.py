@@ -106,6 +106,15 @@ def config_to_table(config: Any) -> dict[str, Any]:
     return table
 
 
+def options_by_name(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every option of a config as `train.steps`, those that are None, too. Of a section: with its name as prefix."""
+    options = {}
+    for field in dataclasses.fields(config):
+        name, value = f"{prefix}.{field.name}".lstrip("."), getattr(config, field.name)
+        options |= options_by_name(value, name) if dataclasses.is_dataclass(value) else {name: value}
+    return options
+
+
 def _from_table(cls: type, table: Any, file: str, keys: tuple[str, ...]) -> Any:
     where = f"{file}: " + (f"[{'.'.join(keys)}]" if keys else "the file")
     if not isinstance(table, dict):

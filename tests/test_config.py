@@ -5,8 +5,8 @@ import typing
 
 import pytest
 
-from ldm_jax.config import Config, Corpus, DataConfig, ModelConfig, Remat
-from ldm_jax.config_file import config_to_toml, read_config
+from ldm_jax.config import Config, Corpus, DataConfig, ModelConfig, Remat, TrainConfig
+from ldm_jax.config_file import config_to_toml, options_by_name, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 
@@ -25,6 +25,16 @@ def test_what_is_written_is_read_again(tmp_path):
     data = DataConfig(corpora=("a", "b"), weights=(1.0, 0.5), verify=False)
     config = Config(model=ModelConfig(vocabulary=100), data=data)
     assert read_config(write(tmp_path, config_to_toml(config))) == config
+
+
+def test_every_option_has_a_name():
+    options = options_by_name(Config(train=TrainConfig(seed=3)))
+    assert options["train.seed"] == 3
+    assert options["train.checkpoints"] is None
+    assert options["mixer.ldm.groups"] == Config().mixer.ldm.groups
+    assert options_by_name(TrainConfig(), "train") == {
+        name: value for name, value in options_by_name(Config()).items() if name.startswith("train.")
+    }
 
 
 def test_defaults_for_what_is_left_out(tmp_path):

@@ -38,12 +38,12 @@ def require_same(texts: Mapping[str, str]) -> None:
     every = multihost_utils.process_allgather(np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2))
     differs = np.any(every != every[:1], axis=-1)
     phrases = [
-        f"the {name} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        f"{name} of process{'es' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
         for name, row in zip(texts, differs.T, strict=True)
         if (others := np.flatnonzero(row).tolist())
     ]
     if phrases:
-        raise UserError(f"not that of process 0: {'; '.join(phrases)}. All processes need the same of each.")
+        raise UserError(f"{', '.join(phrases)}: not as on process 0. All processes need the same.")
 
 
 def first_failure(why: str | None) -> str | None:

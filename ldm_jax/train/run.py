@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ldm_jax.config import AttentionImplementation, Config
-from ldm_jax.config_file import config_to_toml, options_in_use
+from ldm_jax.config_file import config_to_toml, options_by_name, options_in_use
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
@@ -48,7 +48,8 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     """
     console = console or Console()
     console.quiet = console.quiet or not leads()
-    require_same({"config": config_to_toml(config), "code": code_fingerprint(), "installed packages": _packages()})
+    require_same({"code": code_fingerprint(), "installed packages": _packages()})  # which say what options there are
+    require_same({name: repr(value) for name, value in options_by_name(config).items()})
     _check_device(config)
     mesh = make_mesh(config) if jax.device_count() > 1 else None
     on_mesh = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
@@ -102,9 +103,11 @@ def _open(directory: RunDirectory, config: Config) -> list[str]:
     while not seen and time.monotonic() < end:
         time.sleep(0.5)
         seen = directory.config_file.exists()
-    unseen = None if seen else f"process {jax.process_index()} does not see {directory.config_file} of process 0"
+    unseen = None if seen else f"process {jax.process_index()} does not see the run of process 0 in {directory.path}"
     if (failure := first_failure(unseen)) is not None:
-        raise UserError(f"{failure}: give a --run on storage that all hosts share, or have train.checkpoints on such.")
+        raise UserError(
+            f"{failure}: give all the same --run, on storage that all hosts share, or have train.checkpoints on such."
+        )
     return changes
 
 

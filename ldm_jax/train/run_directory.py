@@ -7,7 +7,7 @@ from pathlib import Path
 from etils import epath
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_toml, read_config
+from ldm_jax.config_file import config_to_toml, options_by_name, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
@@ -123,13 +123,11 @@ def stored_config(path: Path) -> Config:
     return read_config(path / "config.toml")
 
 
-def _differences(prefix: str, old: object, new: object) -> list[str]:
-    """A phrase for each field that differs, nested tables included."""
-    phrases = []
-    for field in dataclasses.fields(old):  # pyright: ignore[reportArgumentType]
-        name, was, now = f"{prefix}.{field.name}", getattr(old, field.name), getattr(new, field.name)
-        if dataclasses.is_dataclass(was):
-            phrases += _differences(name, was, now)
-        elif was != now:
-            phrases.append(f"{name} was {was} and is now {now}")
-    return phrases
+def _differences(section: str, old: object, new: object) -> list[str]:
+    """A phrase for each option that differs."""
+    current = options_by_name(new, section)
+    return [
+        f"{name} was {was} and is now {current[name]}"
+        for name, was in options_by_name(old, section).items()
+        if was != current[name]
+    ]

@@ -105,6 +105,7 @@ def test_a_killed_process_ends_the_other_and_both_go_on(tmp_path, unbroken, vict
         assert statuses[victim] == -signal.SIGKILL
         assert statuses[1 - victim] != 0
         assert "another process has died" in job.output(1 - victim) or "another task died" in job.output(1 - victim)
+        assert "Traceback" not in job.output(1 - victim)
     with Job(tmp_path, config, tmp_path / "run", devices, *flags) as job:
         check_finished(job)
     assert "goes on from step" in job.output(0)
@@ -171,18 +172,22 @@ def test_the_others_say_why_a_process_failed(tmp_path, unbroken):
 
 
 @pytest.mark.slow
-def test_other_configs_and_other_code_are_refused(tmp_path, unbroken):
+def test_other_code_and_other_options_are_refused(tmp_path, unbroken):
     package = tmp_path / "package"
     shutil.copytree(ROOT / "ldm_jax", package / "ldm_jax", ignore=shutil.ignore_patterns("__pycache__"))
     with (package / "ldm_jax" / "axes.py").open("a") as file:
         file.write("# another line\n")
     devices, *flags = ACROSS_TENSOR
-    options = {"of_process_1": ("--train.seed", "1"), "package_of_process_1": package}
-    with Job(tmp_path, unbroken[0], tmp_path / "run", devices, *flags, **options) as job:
-        assert job.finish() == [1, 1]
-    for index in range(2):
-        assert "the config of process 1; the code of process 1. All processes need the same" in job.output(index)
-    assert not (tmp_path / "run").exists()
+    other_options = ("--train.seed", "1", "--train.keep_every", "9")
+    for options, what in (
+        ({"package_of_process_1": package}, "code of process 1"),
+        ({"of_process_1": other_options}, "train.seed of process 1, train.keep_every of process 1"),
+    ):
+        with Job(tmp_path, unbroken[0], tmp_path / "run", devices, *flags, **options) as job:
+            assert job.finish() == [1, 1]
+        for index in range(2):
+            assert f"error: {what}: not as on process 0. All processes need the same." in job.output(index)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -191,7 +196,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_refused(tmp_path, unbroken):
     options = {"of_process_1": ("--run", str(tmp_path / "other"))}
     with Job(tmp_path, unbroken[0], tmp_path / "run", devices, *flags, **options) as job:
         assert job.finish() == [1, 1]
-    assert "give a --run on storage that all hosts share" in job.output(0)
+    assert f"process 1 does not see the run of process 0 in {tmp_path / 'other'}: give all the same" in job.output(0)
     # What process 0 finds wrong, all say.
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("dear diary")
