@@ -197,9 +197,13 @@ def _explanation(error: BaseException) -> str:
     if (failure := _awaited_failure()) is not None:
         _watch.fail("")
         return f"error: {failure}"
-    traceback.print_exception(error)
+    lost = re.search(LOST_CONNECTION, str(error)) is not None
+    if lost:
+        print(str(error).partition("\n")[0], file=sys.stderr)
+    else:
+        traceback.print_exception(error)
     _watch.fail(f"{type(error).__name__}: {error}")
-    if isinstance(error, jax.errors.JaxRuntimeError) or re.search(LOST_CONNECTION, str(error)):
+    if lost or isinstance(error, jax.errors.JaxRuntimeError):
         return (
             "error: most likely another process has died, and the connection to it is lost. The same command on all "
             "hosts goes on from the last checkpoint."
