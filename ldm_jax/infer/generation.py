@@ -122,7 +122,7 @@ def _chunk_step(graph: Graph) -> Callable[[object, Array, Cache], tuple[Array, C
 
 @functools.cache
 def token_step(graph: Graph, sampling: Sampling) -> Callable[[object, DecodeState], tuple[Array, DecodeState]]:
-    """The compiled step `(params, state) -> (tokens, state)`; the state given is used up."""
+    """The compiled step `(params, state) -> (tokens [B], state)`; the state given is used up."""
 
     def next_token(params: object, state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
         model = nnx.merge(graph, params)

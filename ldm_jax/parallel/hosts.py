@@ -197,13 +197,13 @@ def _explanation(error: BaseException) -> str:
     if (failure := _awaited_failure()) is not None:
         _watch.fail("")
         return f"error: {failure}"
-    lost = re.search(LOST_CONNECTION, str(error)) is not None
-    if lost:
+    lost, of_jax = re.search(LOST_CONNECTION, str(error)), isinstance(error, jax.errors.JaxRuntimeError)
+    if lost and (of_jax or "Gloo" in str(error)):
         print(str(error).partition("\n")[0], file=sys.stderr)
-    else:
+    else:  # a connection to storage, say, can be lost, too
         traceback.print_exception(error)
     _watch.fail(f"{type(error).__name__}: {error}")
-    if lost or isinstance(error, jax.errors.JaxRuntimeError):
+    if lost or of_jax:
         return (
             "error: most likely another process has died, and the connection to it is lost. The same command on all "
             "hosts goes on from the last checkpoint."

@@ -28,6 +28,7 @@ from ldm_jax.memory.depth_scan import Backward
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, Write
 from ldm_jax.mixers.memory_form import MemoryState, Recurrent
 from ldm_jax.parallel import batch_sharding, make_mesh, shardings
+from ldm_jax.report.hlo_costs import COLLECTIVES
 from ldm_jax.train import make_state, make_train_step
 
 # Sizes that occur nowhere else, nor as a product of others, whole or divided among devices.
@@ -41,7 +42,7 @@ FORMS = {
     "recurrent, stored": MixerConfig(ldm=LDM, backward=Backward.STORED),
     "dual, undone": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL), backward=Backward.UNDONE),
 }
-KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+KINDS = "|".join(COLLECTIVES)
 
 
 class Collective(NamedTuple):
