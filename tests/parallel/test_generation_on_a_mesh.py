@@ -9,7 +9,10 @@ from eight_devices import on_eight_devices
 
 @pytest.mark.parametrize(
     "names",
-    [["ldm", "alone"], pytest.param(["preln", "attnres", "attnres_block", "hc", "mhc"], marks=pytest.mark.slow)],
+    [
+        ["ldm", "alone"],
+        pytest.param(["preln", "attnres", "attnres_block", "hc", "mhc", "denseformer"], marks=pytest.mark.slow),
+    ],
     ids=["ldm", "rivals"],
 )
 def test_tokens_are_those_of_one_device(names):
