@@ -10,17 +10,17 @@ from typing import TypeVar
 import jax
 import tyro
 
-from ldm_jax.cli import parse, require_matplotlib, run_script
+from ldm_jax.bench import training as bench
+from ldm_jax.bench.generation import generation_rows
+from ldm_jax.bench.loader import loader_rows
+from ldm_jax.bench.table import plot_memory, print_rows, write_rows
 from ldm_jax.config import ComputeType
-from ldm_jax.config_file import read_config
+from ldm_jax.config.command_line import parse, require_matplotlib, run_script
+from ldm_jax.config.toml import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form
-from ldm_jax.report import bench
-from ldm_jax.report.bench_generation import generation_rows
-from ldm_jax.report.bench_loader import loader_rows
-from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
-from ldm_jax.report.compiled import tpu_chip
+from ldm_jax.roofline.compile import tpu_chip
 
 T = TypeVar("T")
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
@@ -65,7 +65,7 @@ class Arguments:
     """A TPU slice such as v5e:2x2, for a chip of which memory and traffic are compiled; no TPU is needed."""
     key_dims: tuple[int, ...] | None = None
     """K. None: 4 and 16, for a TPU 8."""
-    ways: tuple[Backward, ...] | None = None
+    modes: tuple[Backward, ...] | None = None
     """What the backward pass has. None: all three."""
     forms: tuple[Form, ...] | None = None
     """Forms of the memory. None: all; fused, whose kernel is for TPUs, with --tpu only."""
@@ -95,13 +95,13 @@ def check(arguments: Arguments) -> None:
     for name, measured in (
         ("depths", (What.MEMORY,)),
         ("dtypes", (What.TRAFFIC,)),
-        ("ways", here),
+        ("modes", here),
         ("forms", here),
         ("config", (What.LOADER, What.GENERATE)),
     ):
         if getattr(arguments, name) is not None and arguments.what not in measured:
             raise UserError(f"{arguments.what} takes no {name}: leave --{name} out.")
-    for name in ("key_dims", "ways", "forms", "dtypes", "depths"):
+    for name in ("key_dims", "modes", "forms", "dtypes", "depths"):
         if getattr(arguments, name) == ():
             raise UserError(f"--{name.replace('_', '-')} is empty: name some, or leave it out.")
     depths = arguments.depths or (1,)
@@ -125,7 +125,7 @@ def rows(arguments: Arguments) -> Iterator[bench.Row]:
     """The figures that are asked for, as they are measured."""
     key_dims = chosen(arguments.key_dims, (4, 16) if arguments.tpu is None else (8,))
     everywhere = (Form.RECURRENT, Form.DUAL) if arguments.tpu is None else tuple(Form)
-    subjects = chosen(arguments.ways, tuple(Backward)), chosen(arguments.forms, everywhere), key_dims
+    subjects = chosen(arguments.modes, tuple(Backward)), chosen(arguments.forms, everywhere), key_dims
     chip = None if arguments.tpu is None else tpu_chip(arguments.tpu)
     match arguments.what:
         case What.MEMORY:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import tyro
 
-from ldm_jax.cli import parse, require_matplotlib, run_script
-from ldm_jax.config_file import read_methods
-from ldm_jax.report.comparison import BASELINE, check_baseline, report
-from ldm_jax.report.finished_runs import stored_methods
-from ldm_jax.report.sweep import Sweep
+from ldm_jax.compare.results import BASELINE, check_baseline, report
+from ldm_jax.compare.runs import stored_methods
+from ldm_jax.compare.sweep import Sweep
+from ldm_jax.config.command_line import parse, require_matplotlib, run_script
+from ldm_jax.config.toml import read_methods
 
 
 @dataclass(frozen=True)

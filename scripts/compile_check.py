@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import jax
 
-from ldm_jax.cli import ConfigArguments, parse_over_config, run_script
 from ldm_jax.config import MeshConfig
-from ldm_jax.config_file import read_config
+from ldm_jax.config.command_line import ConfigArguments, parse_over_config, run_script
+from ldm_jax.config.toml import read_config
 from ldm_jax.errors import UserError
-from ldm_jax.report.compiled import tpu_devices
-from ldm_jax.report.pod import decode_costs, train_step_costs
-from ldm_jax.report.pod_text import check_and_print, parse_mesh, search_and_print
+from ldm_jax.roofline.compile import tpu_devices
+from ldm_jax.roofline.costs import decode_costs, train_step_costs
+from ldm_jax.roofline.text import check_and_print, parse_mesh, search_and_print
 
 
 @dataclass(frozen=True)

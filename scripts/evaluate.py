@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from ldm_jax.cli import parse, run_script
+from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.data import load_data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate

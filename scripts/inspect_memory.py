@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from ldm_jax.cli import parse, require_matplotlib, run_script
+from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.data import load_data
 from ldm_jax.errors import UserError
 from ldm_jax.train import load_run
@@ -29,8 +29,8 @@ def main() -> None:
     """Parses, measures and draws."""
     arguments = parse(Arguments)
     require_matplotlib()
-    from ldm_jax.report.inspection import inspect, write_figures
-    from ldm_jax.report.inspection_plots import plot_inspection
+    from ldm_jax.interpret.figures import inspect, write_figures
+    from ldm_jax.interpret.plots import plot_inspection
 
     for name in ("windows", "batch_size"):
         if getattr(arguments, name) < 1:

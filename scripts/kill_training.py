@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tyro
 
-from ldm_jax.cli import parse, run_script
-from ldm_jax.report.kill_test import KillTest, histogram
+from kill_test import KillTest, histogram
+from ldm_jax.config.command_line import parse, run_script
 
 
 @dataclass(frozen=True)

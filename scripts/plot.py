@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from ldm_jax.cli import parse, require_matplotlib, run_script
+from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.errors import UserError
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     require_matplotlib()
     if not arguments.runs:
         raise UserError("there is no run: give at least one folder that scripts/train.py has written.")
-    from ldm_jax.report.curves import distinct_names, plot_memory, plot_runs
+    from ldm_jax.plots import distinct_names, plot_memory, plot_runs
 
     names = distinct_names(arguments.runs)
     plot_runs(arguments.runs, names, arguments.out)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from ldm_jax.cli import parse, run_script
+from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.data.prepare import PrepareOptions, prepare
 
 

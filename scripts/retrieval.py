@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ldm_jax.cli import parse, require_matplotlib, run_script
+from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.errors import UserError
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     """Parses, measures, prints and draws."""
     arguments = parse(Arguments)
     require_matplotlib()
-    from ldm_jax.report.retrieval import Task, plot_retrieval, retrieval_errors
+    from ldm_jax.compare.retrieval import Task, plot_retrieval, retrieval_errors
 
     errors = {}
     for layers in arguments.layers:

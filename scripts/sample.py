@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from ldm_jax.cli import parse, run_script
+from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.errors import UserError
 from ldm_jax.infer import Sampling, complete
 from ldm_jax.train import load_run

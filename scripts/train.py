@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from ldm_jax.cli import parse_train_arguments, run_script
+from ldm_jax.config.command_line import parse_train_arguments, run_script
 from ldm_jax.parallel import join
 from ldm_jax.train import train
 

@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from ldm_jax.config import Config, Corpus, DataConfig, ModelConfig, Remat, TrainConfig
-from ldm_jax.config_file import config_to_toml, options_by_name, read_config
+from ldm_jax.config.toml import config_to_toml, options_by_name, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 
@@ -131,7 +131,7 @@ def test_a_string_that_is_a_choice_becomes_it():
             lambda: LDMConfig(form="duel"),
             "form is 'duel', but it must be one of recurrent, dual, fused",
         ),
-        (lambda: MixerConfig(backward="undo"), "backward is 'undo', but it must be one of stored, recomputed"),
+        (lambda: MixerConfig(backward="undo"), "backward is 'undo', but it must be one of stored, remat"),
         (lambda: MixerConfig(kind="x"), "kind is 'x', but it must be one of preln, ldm"),
         (lambda: MixerConfig(ldm=None), "ldm is None, but it must be a LDMConfig"),
         (lambda: DataConfig(corpora="books"), "corpora is 'books', but it must be a tuple"),

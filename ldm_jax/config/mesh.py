@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ldm_jax.axes import MeshAxis
 from ldm_jax.options import check, check_option_types
+from ldm_jax.sharding import MeshAxis
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.axes import constrain
 from ldm_jax.data import HeldOut
 from ldm_jax.nn import Transformer, target_weights
+from ldm_jax.sharding import constrain
 
 
 class Evaluation(NamedTuple):

@@ -10,7 +10,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.axes import constrain
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.memory.depth_scan import depth_map
@@ -19,6 +18,7 @@ from ldm_jax.mixers.ldm import LDMLayer
 from ldm_jax.nn import Params, model_graph
 from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Block
+from ldm_jax.sharding import constrain
 from ldm_jax.typing import Tokens
 
 

@@ -25,8 +25,8 @@ class Backward(enum.StrEnum):
     """
 
     STORED = "stored"
-    RECOMPUTED = "recomputed"
-    UNDONE = "undone"
+    REMAT = "remat"
+    REVERSIBLE = "reversible"
 
 
 def depth_scan(
@@ -34,35 +34,35 @@ def depth_scan(
     state: Any,
     layers: Any,
     *,
-    backward: Backward = Backward.RECOMPUTED,
+    backward: Backward = Backward.REMAT,
     undo: Undo | None = None,
     scan: bool = True,
     policy: Callable[..., bool] | None = None,
 ) -> Any:
     """The state after all layers: `state, _ = step(layer, state)` for each layer in turn.
 
-    With `undone` the backward pass walks down the layers. At each it gets the state before it by `undo`, computes the
-    step again and pulls the cotangent through it. Only the final state and what each step kept are saved, so memory
-    grows with depth by what is kept, whatever the state's size. `undo` need not return the very bits: the gradient is
-    that of the step at the state which it returns.
+    With `reversible` the backward pass goes down the layers: `undo` gives the state before each layer, the step is
+    computed again, and the cotangent is pulled back through it. Only the final state and what each step kept are saved,
+    so memory grows with depth by what is kept, whatever the state's size. `undo` need not return the very bits: the
+    gradient is that of the step at the state which it returns.
 
     Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` closes over are differentiated,
-    too, those of `undo` have no part in the gradient; integers have none. Inside `jax.shard_map`, `undone` needs
-    `check_vma=False`. JAX has no forward mode through it (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): use `recomputed`.
+    too, those of `undo` have no part in the gradient; integers have none. Inside `jax.shard_map`, `reversible` needs
+    `check_vma=False`. JAX has no forward mode through it (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): use `remat`.
 
     Args:
         step: `(layer, state) -> (state, kept)`. The state is a pytree of arrays that keeps its structure, shapes and
-            types (unless `scan` is false); `kept` is a pytree of arrays, ignored but for `undone`.
+            types (unless `scan` is false); `kept` is a pytree of arrays, ignored but for `reversible`.
         state: before the first layer.
         layers: a pytree of arrays with a leading depth axis.
         backward: how the backward pass has the state of every layer.
-        undo: `(layer, state after, kept) -> state before`; for `undone`.
+        undo: `(layer, state after, kept) -> state before`; for `reversible`.
         scan: one `jax.lax.scan`, compiled once for all layers, instead of a Python loop.
-        policy: what `recomputed` saves nevertheless (`jax.checkpoint_policies`).
+        policy: what `remat` saves nevertheless (`jax.checkpoint_policies`).
 
     Raises:
-        ValueError: no such way; `undone` without `undo`, or one that returns another structure, shape or type.
-        TypeError: forward-mode differentiation through `undone`, where JAX lets us see it.
+        ValueError: no such way; `reversible` without `undo`, or one that returns another structure, shape or type.
+        TypeError: forward-mode differentiation through `reversible`, where JAX lets us see it.
 
     Source: reversible networks (Gomez et al., arXiv 1707.04585) compute earlier states from later ones, too; what a
     write keeps so that it can be undone is ours.
@@ -74,21 +74,21 @@ def depth_scan(
     match Backward(backward):
         case Backward.STORED:
             return _forward(step, state, layers, scan)[0]
-        case Backward.RECOMPUTED:
+        case Backward.REMAT:
             body = jax.checkpoint(lambda layer, state: step(layer, state)[0], prevent_cse=not scan, policy=policy)
             return _forward(lambda layer, state: (body(layer, state), None), state, layers, scan)[0]
-        case Backward.UNDONE:
+        case Backward.REVERSIBLE:
             if undo is None:
-                raise ValueError("backward is undone, but there is no undo: pass one, or take recomputed.")
-            run = _scan_undone if scan else _loop_undone
+                raise ValueError("backward is reversible, but there is no undo: pass one, or take remat.")
+            run = _scan_reversible if scan else _loop_reversible
             try:
                 return run(step, undo, state, layers)
             except TypeError as error:
                 if "forward-mode" not in str(error):
                     raise
                 raise TypeError(
-                    "backward is undone, which has no forward-mode differentiation (jvp, jacfwd, linearize): take "
-                    "backward=recomputed (mixer.backward in a config), or reverse mode."
+                    "backward is reversible, which has no forward-mode differentiation (jvp, jacfwd, linearize): take "
+                    "backward=remat (mixer.backward in a config), or reverse mode."
                 ) from error
 
 
@@ -116,8 +116,8 @@ def _unstacked(layers: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, [part[0] for part in parts]) for parts in zip(*by_leaf, strict=True)]
 
 
-def _scan_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
-    """`undone` over a `jax.lax.scan`: its backward pass is a scan, too, and is compiled once."""
+def _scan_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
+    """`reversible` over a `jax.lax.scan`: its backward pass is a scan, too, and is compiled once."""
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
     run_step, step_arrays, (_, kept) = _explicit(step, layer, state)
     run_undo, undo_arrays, before = _explicit(undo, layer, state, kept)
@@ -152,8 +152,8 @@ def _scan_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     return run((step_arrays, undo_arrays), layers, state)
 
 
-def _loop_undone(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
-    """`undone` over a Python loop: the state may change its structure from layer to layer (a cache that grows)."""
+def _loop_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
+    """`reversible` over a Python loop: the state may change its structure from layer to layer (a cache that grows)."""
     each = _unstacked(layers)
     steps, undos, shapes = [], [], state
     for layer in each:

@@ -54,7 +54,7 @@ class DepthMemoryConfig:
     fused: as recurrent, a write and the next read being one Pallas kernel; for TPUs."""
 
     @property
-    def undoable(self) -> bool:
+    def reversible(self) -> bool:
         """Whether the backward pass can undo the writes: `additive` and `delta` would divide `M` by forgetting."""
         return self.form is Form.DUAL or self.write in (Write.RLS, Write.SQRT_RLS)
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ldm_jax.axes import Axis, constrain
 from ldm_jax.mixers.base import MixerState
 from ldm_jax.mixers.depth_memory import DepthMemory
 from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig
 from ldm_jax.mixers.memory_form import AnyState, Kept, MemoryState, make_form
 from ldm_jax.mixers.reader_writer import Reader, Writer
+from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import DType, Hidden
 
 

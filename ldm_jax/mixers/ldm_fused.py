@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from ldm_jax.axes import Axis, constrain, partition
 from ldm_jax.memory import Observation
 from ldm_jax.memory.fused import undo_write, write_read
 from ldm_jax.mixers.base import MixerState
@@ -21,6 +20,7 @@ from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig
 from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, ReadInto
 from ldm_jax.mixers.memory_form import Kept, MemoryState, Recurrent
 from ldm_jax.mixers.reader_writer import Reader
+from ldm_jax.sharding import Axis, constrain, partition
 from ldm_jax.typing import DType, Hidden
 
 

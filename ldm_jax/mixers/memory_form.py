@@ -143,7 +143,7 @@ class Recurrent(MemoryForm):
     def undo(self, state: MemoryState, kept: Kept | None, forgetting: Float[Array, " G"]) -> MemoryState:
         """The state before a write."""
         if kept is None:
-            raise ValueError(f"the write {self.kind} can't be undone: take backward = recomputed or stored.")
+            raise ValueError(f"the write {self.kind} can't be undone: take backward = remat or stored.")
         rule = RULES[self.kind]
 
         def undo_one(

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ldm_jax.axes import Axis, constrain
 from ldm_jax.memory import Observation
 from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig, Write
 from ldm_jax.mixers.memory_form import AnyState, check_memory, make_form
+from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import DType
 
 FORGETTING_START = 4.0  # theta; sigmoid(4) = .982

@@ -62,26 +62,26 @@ class MixerConfig:
     undone: the stream and the writes' corrections. None: undone where the mixer can, else recomputed."""
 
     @property
-    def undoable(self) -> bool:
+    def reversible(self) -> bool:
         """Whether the mixer's writes can be undone."""
         if self.kind is MixerKind.LDM:
-            return self.ldm.undoable
+            return self.ldm.reversible
         return self.kind not in MIXING
 
     @property
     def backward_or_default(self) -> Backward:
         """`backward`, or what None stands for."""
-        return self.backward or (Backward.UNDONE if self.undoable else Backward.RECOMPUTED)
+        return self.backward or (Backward.REVERSIBLE if self.reversible else Backward.REMAT)
 
     def __post_init__(self) -> None:
         check_option_types(self)
-        if self.backward is Backward.UNDONE and not self.undoable:
+        if self.backward is Backward.REVERSIBLE and not self.reversible:
             what, divisor = (f"the write {self.ldm.write}", "forgetting")
             if self.kind in MIXING:
                 what, divisor = f"the mixer {self.kind}", "a matrix that mixes streams"
             raise ValueError(
-                f"backward is undone, but {what} can't be undone: it would divide by {divisor}. "
-                "Set backward to recomputed."
+                f"backward is reversible, but {what} can't be undone: it would divide by {divisor}. "
+                "Set backward to remat."
             )
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import AttentionImplementation, ModelConfig
 from ldm_jax.nn.cache import KeyValues, Places, write_key_values
 from ldm_jax.nn.initializers import branch_output
 from ldm_jax.nn.rope import rotate
 from ldm_jax.nn.softmax_attention import cudnn_attention, flash_attention, plain_attention
+from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden
 
 

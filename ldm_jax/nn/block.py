@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 from flax import nnx
 from jaxtyping import Array
 
-from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, make_layer
 from ldm_jax.nn.attention import Attention, Documents
 from ldm_jax.nn.cache import KeyValues, Places
 from ldm_jax.nn.mlp import MLP
+from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden
 
 

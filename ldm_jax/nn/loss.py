@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.axes import Axis, constrain, parts
+from ldm_jax.sharding import Axis, constrain, parts
 from ldm_jax.typing import Hidden, Tokens
 
 

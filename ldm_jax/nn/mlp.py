@@ -3,9 +3,9 @@
 import jax
 from flax import nnx
 
-from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import ModelConfig
 from ldm_jax.nn.initializers import branch_output
+from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden
 
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ldm_jax.axes import Axis, partition, parts
+from ldm_jax.sharding import Axis, partition, parts
 
 TILE = 128
 """What each device of a TPU has of a window has to be a multiple of it, in tokens."""

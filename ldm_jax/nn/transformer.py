@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.axes import Axis, constrain
 from ldm_jax.config import ModelConfig, Remat
 from ldm_jax.memory.depth_scan import depth_map, depth_scan
 from ldm_jax.mixers import MixerConfig, MixerState, make_ends
@@ -13,6 +12,7 @@ from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Block
 from ldm_jax.nn.cache import Cache, next_places
 from ldm_jax.nn.loss import TokenLosses, chunked_cross_entropy
+from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden, Logits, Scalar, Tokens
 
 

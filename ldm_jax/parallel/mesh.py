@@ -9,11 +9,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ldm_jax.axes import ALONG, Axis, MeshAxis
 from ldm_jax.config import AttentionImplementation, Config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerKind
 from ldm_jax.nn.softmax_attention import TILE
+from ldm_jax.sharding import ALONG, Axis, MeshAxis
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ldm_jax.axes import ALONG, Axis, partition
+from ldm_jax.sharding import ALONG, Axis, partition
 
 WIDTH, HEADS, HIDDEN, GROUPS, VOCABULARY = Axis.WIDTH, Axis.HEADS, Axis.HIDDEN, Axis.GROUPS, Axis.VOCABULARY
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
-from ldm_jax.axes import constrain
+from ldm_jax.sharding import constrain
 
 _ODD = 2654435761  # an odd number: multiplying by it and one more than twice the place loses no bit
 

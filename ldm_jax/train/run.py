@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ldm_jax.config import AttentionImplementation, Config
-from ldm_jax.config_file import config_to_toml, options_by_name, options_in_use
+from ldm_jax.config.toml import config_to_toml, options_by_name, options_in_use
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically

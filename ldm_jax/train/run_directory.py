@@ -7,7 +7,7 @@ from pathlib import Path
 from etils import epath
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_toml, options_by_name, read_config
+from ldm_jax.config.toml import config_to_toml, options_by_name, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_table
+from ldm_jax.config.toml import config_to_table
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.train.metrics import Row

@@ -44,7 +44,7 @@ def main() -> None:
     expected = gradient(layers, state, "stored")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharded = jax.device_put(state, NamedSharding(mesh, PartitionSpec("data")))
-    actual = gradient(layers, sharded, "undone")
+    actual = gradient(layers, sharded, "reversible")
     assert len(actual[1][0].sharding.device_set) == 8
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()))

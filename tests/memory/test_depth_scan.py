@@ -19,7 +19,7 @@ from ldm_jax.memory.depth_cache import GrowingCache, StackedCache
 
 DEPTH, VALUE, KEY, ALPHA = 96, 3, 4, 2.0
 WAYS = [
-    ("stored", False), ("recomputed", True), ("recomputed", False), ("undone", True), ("undone", False)
+    ("stored", False), ("remat", True), ("remat", False), ("reversible", True), ("reversible", False)
 ]  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_undone_equals_stored_at_extreme_gates(rng, x64, form, name, record_prop
     form = FORMS[form]
     layers = gates(rng, name, jnp.float64)
     expected = loss_and_gradient(form, "stored", True, layers, start(form, jnp.float64), 1.0)
-    actual = loss_and_gradient(form, "undone", True, layers, start(form, jnp.float64), 1.0)
+    actual = loss_and_gradient(form, "reversible", True, layers, start(form, jnp.float64), 1.0)
     assert worst(actual, expected) < 1e-10
 
     # float32: undone against stored, over the whole gradient, which is what an optimiser is given. Where all keys are
@@ -130,7 +130,7 @@ def test_undone_equals_stored_at_extreme_gates(rng, x64, form, name, record_prop
     single = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
     stored, undone = (
         loss_and_gradient(form, way, True, single, start(form, jnp.float32), jnp.float32(1))
-        for way in ("stored", "undone")
+        for way in ("stored", "reversible")
     )
     record_property(
         "float32", f"undone {whole(undone, stored):.1e}, stored against float64 {worst(stored, expected):.1e}"
@@ -163,7 +163,7 @@ def test_what_undo_returns_is_the_state_before(rng):
         jax.debug.callback(lambda m: seen.append(np.abs(m).max()), before[0])
         return before
 
-    run = lambda state: jnp.sum(depth_scan(step, state, layers, backward=Backward.UNDONE, undo=undo)[0])  # noqa: E731
+    run = lambda state: jnp.sum(depth_scan(step, state, layers, backward=Backward.REVERSIBLE, undo=undo)[0])  # noqa: E731
     memory, inverse_covariance = form.init(VALUE, KEY, ALPHA)
     jax.block_until_ready(jax.grad(lambda p: run((memory, p)))(inverse_covariance))
     jax.effects_barrier()
@@ -181,7 +181,7 @@ def test_under_vmap_jit_and_checkpoint(rng, x64):
         return jnp.sum(jnp.sin(jax.checkpoint(run)(layers, state).stream))
 
     expected = [jax.grad(lambda one: loss(one, "stored"))(one) for one in layers]
-    batched = jax.jit(jax.vmap(jax.grad(lambda one: loss(one, "undone"))))(batch)
+    batched = jax.jit(jax.vmap(jax.grad(lambda one: loss(one, "reversible"))))(batch)
     for index, one in enumerate(expected):
         assert worst(jax.tree.map(lambda x, index=index: x[index], batched), one) < 1e-12
 
@@ -191,7 +191,7 @@ def test_under_vmap_jit_and_checkpoint(rng, x64):
         return jnp.sum(over(batch, scale))
 
     scale = jnp.array([0.3, 1.0, 2.0])
-    assert worst(jax.grad(total)(scale, "undone"), jax.grad(total)(scale, "stored")) < 1e-12
+    assert worst(jax.grad(total)(scale, "reversible"), jax.grad(total)(scale, "stored")) < 1e-12
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -218,25 +218,25 @@ def test_integers_and_closed_over_arrays(x64, scan):
         of = lambda table, weight: run(backward, table, layers | {"weight": weight})  # noqa: E731
         return jax.jit(jax.grad(of, argnums=(0, 1)))(table, layers["weight"])
 
-    assert worst(gradient("undone"), gradient("stored")) < 1e-12
+    assert worst(gradient("reversible"), gradient("stored")) < 1e-12
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_forward_mode_names_recomputed(rng, scan):
     layers, state = problem(rng, jnp.float32, depth=3), start(RLS, jnp.float32)
     tangent = jax.tree.map(jnp.ones_like, layers)
-    with pytest.raises(TypeError, match="recomputed"):
-        jax.jvp(lambda x: network(RLS, "undone", scan)(x, state).stream, (layers,), (tangent,))
+    with pytest.raises(TypeError, match="remat"):
+        jax.jvp(lambda x: network(RLS, "reversible", scan)(x, state).stream, (layers,), (tangent,))
     by_recomputed, by_stored = (
         jax.jvp(lambda x, way=way: network(RLS, way, scan)(x, state).stream, (layers,), (tangent,))
-        for way in ("recomputed", "stored")
+        for way in ("remat", "stored")
     )
     assert worst(by_recomputed, by_stored) < 1e-6
 
 
 def test_undone_needs_an_undo():
     with pytest.raises(ValueError, match="there is no undo"):
-        depth_scan(lambda layer, state: (state, None), jnp.ones(2), jnp.ones(3), backward=Backward.UNDONE)
+        depth_scan(lambda layer, state: (state, None), jnp.ones(2), jnp.ones(3), backward=Backward.REVERSIBLE)
 
 
 def test_memory_grows_by_what_is_kept():
@@ -263,8 +263,8 @@ def test_memory_grows_by_what_is_kept():
         return (temporary_bytes(way, 24) - temporary_bytes(way, 12)) / 12 / (tokens * value_dim * 4)
 
     kept = 2 + (key_dim + 1) / value_dim  # the stream, e, u and s
-    assert slope("undone") < kept + 0.5
-    assert slope("recomputed") > 16
+    assert slope("reversible") < kept + 0.5
+    assert slope("remat") > 16
     assert slope("stored") > 2 * 16
 
 
@@ -337,7 +337,7 @@ def test_a_way_that_there_is_not(rng, unchecked_annotations):
     layers = problem(rng, jnp.float32, depth=2)
     step, undo = step_and_undo(RLS, 1.0)
     for way in ("undo", "", None, 3):
-        with pytest.raises(ValueError, match=r"backward is .*must be one of stored, recomputed, undone"):
+        with pytest.raises(ValueError, match=r"backward is .*must be one of stored, remat, reversible"):
             depth_scan(step, start(RLS, jnp.float32), layers, backward=way, undo=undo)
     with pytest.raises(ValueError, match="layers has a scalar leaf"):
         depth_scan(step, start(RLS, jnp.float32), (layers, 1.0))
@@ -353,4 +353,4 @@ def test_an_undo_that_returns_something_else(rng, unchecked_annotations, scan):
         lambda *arguments: undo(*arguments)._replace(stream=jnp.zeros(VALUE, jnp.bfloat16)),
     ):
         with pytest.raises(ValueError, match=r"undo returns .*, but the state before the step is"):
-            depth_scan(step, start(RLS, jnp.float32), layers, backward=Backward.UNDONE, undo=wrong, scan=scan)
+            depth_scan(step, start(RLS, jnp.float32), layers, backward=Backward.REVERSIBLE, undo=wrong, scan=scan)

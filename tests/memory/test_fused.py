@@ -133,7 +133,7 @@ def test_the_kernels_compile_for_tpus(topology, key_dim, value_dim, dtype):
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
 from ldm_jax.memory import undo_write, write_read
-from ldm_jax.report.compiled import tpu_chip
+from ldm_jax.roofline.compile import tpu_chip
 chip = tpu_chip({topology!r})
 shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype, sharding=chip)
 key, value = shape(300, 2, {key_dim}), shape(300, {2 * value_dim}, dtype=jnp.{dtype})

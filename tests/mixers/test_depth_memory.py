@@ -129,7 +129,7 @@ def test_undo_gives_the_state_before(config, rng):
         before = state
         output = jnp.asarray(rng.normal(size=(*TOKENS, WIDTH)), jnp.float32)
         state, kept = layer.record(state, output)
-        if not config.undoable:
+        if not config.reversible:
             with pytest.raises(ValueError, match=f"the write {config.write} can't be undone"):
                 layer.undo(state, kept)
             continue

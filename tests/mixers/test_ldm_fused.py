@@ -55,10 +55,10 @@ def slow(*arguments):
 @pytest.mark.parametrize(
     ("backward", "options", "change", "interpret"),
     [
-        slow("undone", {}, {}, True),
-        slow("undone", {}, {}, False),
-        slow("recomputed", {"read_into": ReadInto.STREAM, "write_embedding": False}, {}, False),
-        slow("undone", {"write": Write.SQRT_RLS}, {"scan": False}, False),
+        slow("reversible", {}, {}, True),
+        slow("reversible", {}, {}, False),
+        slow("remat", {"read_into": ReadInto.STREAM, "write_embedding": False}, {}, False),
+        slow("reversible", {"write": Write.SQRT_RLS}, {"scan": False}, False),
     ],
 )
 def test_equals_the_recurrent_form(monkeypatch, backward, options, change, interpret):

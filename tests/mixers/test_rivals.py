@@ -159,7 +159,7 @@ def test_scanned_unrolled_undone_are_one(rng, x64, name, scanned):
         loss = lambda *arguments: jnp.sum(jnp.sin(run(rival.config, *arguments, **options)))  # noqa: E731
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arguments)
 
-    way = Backward.UNDONE if rival.config.undoable else Backward.RECOMPUTED
+    way = Backward.REVERSIBLE if rival.config.reversible else Backward.REMAT
     expected, actual = grads(scanned=False), grads(scanned=scanned, backward=way)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
@@ -256,9 +256,9 @@ def test_mixing_matrices_are_doubly_stochastic_and_not_transposed(rng):
 
 @pytest.mark.parametrize("kind", [MixerKind.HC, MixerKind.MHC])
 def test_mixed_streams_cannot_be_undone(kind):
-    with pytest.raises(ValueError, match=rf"the mixer {kind} can't be undone: .*a matrix.*Set backward to recomputed"):
-        MixerConfig(kind=kind, backward=Backward.UNDONE)
-    assert MixerConfig(kind=kind).backward_or_default is Backward.RECOMPUTED
+    with pytest.raises(ValueError, match=rf"the mixer {kind} can't be undone: .*a matrix.*Set backward to remat"):
+        MixerConfig(kind=kind, backward=Backward.REVERSIBLE)
+    assert MixerConfig(kind=kind).backward_or_default is Backward.REMAT
 
 
 @pytest.mark.parametrize(

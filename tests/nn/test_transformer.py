@@ -53,14 +53,14 @@ def assert_same(a, b, rtol):
     ("name", "options", "backward", "change"),
     [
         pytest.param("ldm", {}, "stored", {"scan": False}, marks=pytest.mark.slow),
-        pytest.param("ldm", {}, "recomputed", {}, marks=pytest.mark.slow),
-        ("ldm", {}, "undone", {}),
-        ("ldm", {"form": Form.DUAL}, "undone", {}),
-        pytest.param("ldm", {}, "recomputed", {"remat": Remat.DOTS}, marks=pytest.mark.slow),
-        pytest.param("ldm", {}, "undone", {"scan": False}, marks=pytest.mark.slow),
-        pytest.param("ldm", {"form": Form.DUAL}, "undone", {"scan": False}, marks=pytest.mark.slow),
-        pytest.param("ldm-other", {}, "recomputed", {"scan": False}, marks=pytest.mark.slow),
-        pytest.param("ldm-sqrt", {}, "undone", {}, marks=pytest.mark.slow),
+        pytest.param("ldm", {}, "remat", {}, marks=pytest.mark.slow),
+        ("ldm", {}, "reversible", {}),
+        ("ldm", {"form": Form.DUAL}, "reversible", {}),
+        pytest.param("ldm", {}, "remat", {"remat": Remat.DOTS}, marks=pytest.mark.slow),
+        pytest.param("ldm", {}, "reversible", {"scan": False}, marks=pytest.mark.slow),
+        pytest.param("ldm", {"form": Form.DUAL}, "reversible", {"scan": False}, marks=pytest.mark.slow),
+        pytest.param("ldm-other", {}, "remat", {"scan": False}, marks=pytest.mark.slow),
+        pytest.param("ldm-sqrt", {}, "reversible", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -85,21 +85,21 @@ def test_what_the_backward_pass_has_costs_memory():
         return compiled.memory_analysis().temp_size_in_bytes
 
     stored, dots, recomputed = (
-        temporary_bytes("stored"), temporary_bytes("recomputed", Remat.DOTS), temporary_bytes("recomputed")
+        temporary_bytes("stored"), temporary_bytes("remat", Remat.DOTS), temporary_bytes("remat")
     )  # fmt: skip
-    assert temporary_bytes("undone") < 0.8 * recomputed
+    assert temporary_bytes("reversible") < 0.8 * recomputed
     assert recomputed < 0.8 * dots
     assert dots < 0.8 * stored
 
 
 def test_only_what_can_be_undone_is():
-    assert mixer().backward_or_default is Backward.UNDONE
-    assert mixer(write=Write.DELTA).backward_or_default is Backward.RECOMPUTED
-    assert mixer(write=Write.ADDITIVE, form=Form.DUAL).backward_or_default is Backward.UNDONE
+    assert mixer().backward_or_default is Backward.REVERSIBLE
+    assert mixer(write=Write.DELTA).backward_or_default is Backward.REMAT
+    assert mixer(write=Write.ADDITIVE, form=Form.DUAL).backward_or_default is Backward.REVERSIBLE
     for write in (Write.ADDITIVE, Write.DELTA):
-        with pytest.raises(ValueError, match=f"the write {write} can't be undone.*Set backward to recomputed"):
-            by(mixer(write=write), "undone")
-    by(mixer("preln", write=Write.DELTA), "undone")
+        with pytest.raises(ValueError, match=f"the write {write} can't be undone.*Set backward to remat"):
+            by(mixer(write=write), "reversible")
+    by(mixer("preln", write=Write.DELTA), "reversible")
 
 
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -124,7 +124,7 @@ def test_forward_mode_names_the_way_that_has_it():
     params = moved_params(MODEL, mixer())
     loss = lambda kind: lambda p: model(MODEL, kind, p).loss(tokens(), tokens())  # noqa: E731
     with pytest.raises(TypeError, match=r"mixer\.backward"):
-        jax.jvp(loss(by(mixer(), "undone")), (params,), (params,))
+        jax.jvp(loss(by(mixer(), "reversible")), (params,), (params,))
 
 
 def test_local_attention_mixes_no_tokens():

@@ -47,7 +47,7 @@ class Case(NamedTuple):
     mesh: tuple[int, int, int, int] = (2, 2, 1, 2)
     form: str = "recurrent"
     options: str = "usual"
-    backward: str = "undone"
+    backward: str = "reversible"
     scan: bool = True
     accumulation: int = 1
     documents: bool = True

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ldm_jax.axes import Axis, partition
 from ldm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ldm_jax.data import Batch
 from ldm_jax.memory import Observation
@@ -28,7 +27,8 @@ from ldm_jax.memory.depth_scan import Backward
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, Write
 from ldm_jax.mixers.memory_form import MemoryState, Recurrent
 from ldm_jax.parallel import batch_sharding, make_mesh, shardings
-from ldm_jax.report.hlo_costs import COLLECTIVES
+from ldm_jax.roofline.counts import COLLECTIVES
+from ldm_jax.sharding import Axis, partition
 from ldm_jax.train import make_state, make_train_step
 
 # Sizes that occur nowhere else, nor as a product of others, whole or divided among devices.
@@ -38,9 +38,9 @@ LDM = LDMConfig(groups=GROUPS, key_dim=KEY, latent_dim=12)
 OBSERVATIONS = MODEL.sublayers + 1
 MESHES = [(2, 1, 2, 2), (1, 2, 2, 2)]
 FORMS = {
-    "recurrent, undone": MixerConfig(ldm=LDM, backward=Backward.UNDONE),
+    "recurrent, undone": MixerConfig(ldm=LDM, backward=Backward.REVERSIBLE),
     "recurrent, stored": MixerConfig(ldm=LDM, backward=Backward.STORED),
-    "dual, undone": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL), backward=Backward.UNDONE),
+    "dual, undone": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL), backward=Backward.REVERSIBLE),
 }
 KINDS = "|".join(COLLECTIVES)
 

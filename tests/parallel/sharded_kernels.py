@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ldm_jax.axes import Axis, MeshAxis, partition
 from ldm_jax.memory.fused import undo_write, write_read
 from ldm_jax.mixers.ldm_fused import on_own_part
 from ldm_jax.nn.softmax_attention import plain_attention, splash_attention
+from ldm_jax.sharding import Axis, MeshAxis, partition
 
 ROWS = Axis.BATCH, Axis.TOKENS
 

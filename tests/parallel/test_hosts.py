@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from jobs import HEARTBEAT_SECONDS, ROOT, Job, train_alone
-from ldm_jax.cli import parse_train_arguments
-from ldm_jax.config_file import config_to_toml
+from ldm_jax.config.command_line import parse_train_arguments
+from ldm_jax.config.toml import config_to_toml
 from ldm_jax.errors import UserError
 from ldm_jax.parallel import Hosts, RowsHere, first_failure, join, leader_does, leads, require_same
 from ldm_jax.train.loop import Loop

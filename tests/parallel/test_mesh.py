@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec
 
 from cases import ALL_MESHES, Case
 from eight_devices import check_cases, on_eight_devices
-from ldm_jax.axes import Axis, MeshAxis, constrain, partition
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, MeshConfig, ModelConfig
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.nn import init_params
 from ldm_jax.parallel import check_mesh, parameter_axes
+from ldm_jax.sharding import Axis, MeshAxis, constrain, partition
 
 
 def test_loss_and_gradient_are_those_of_one_device():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ldm_jax.config_file import config_to_toml
+from kill_test import Kill, KillTest, histogram
+from ldm_jax.config.toml import config_to_toml
 from ldm_jax.errors import UserError
-from ldm_jax.report.kill_test import Kill, KillTest, histogram
 from runs import make_corpus, tiny
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"

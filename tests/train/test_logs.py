@@ -14,10 +14,10 @@ from ldm_jax.config import Config, LogConfig, ModelConfig
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_memory_figures
+from ldm_jax.interpret.figures import inspect
 from ldm_jax.mixers import LDMConfig, MixerConfig
 from ldm_jax.nn import init_params
-from ldm_jax.report.curves import distinct_names, plot_memory, plot_runs
-from ldm_jax.report.inspection import inspect
+from ldm_jax.plots import distinct_names, plot_memory, plot_runs
 from ldm_jax.train.metrics import MetricsFile
 from ldm_jax.train.sinks import make_sinks
 from ldm_jax.train.utilisation import model_flops_per_token, peak_flops

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ldm_jax.config import AttentionImplementation, ComputeType, OptimizerName
-from ldm_jax.config_file import config_to_toml, read_config
+from ldm_jax.config.toml import config_to_toml, read_config
 from ldm_jax.data import Data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import MemoryFigures

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from ldm_jax.bench.timing import alternating
+from ldm_jax.bench.training import Row
 from ldm_jax.config import Config
 from ldm_jax.data import load_data
-from ldm_jax.report.bench import Row
-from ldm_jax.report.timing import alternating
 from ldm_jax.train.step import make_state, make_train_step
 
 BATCHES = 50  # read at a time: more than are read ahead

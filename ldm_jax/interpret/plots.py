@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from ldm_jax.config import Config
 from ldm_jax.errors import UserError
-from ldm_jax.report.curves import LINES
-from ldm_jax.report.inspection import Figures, reader_names, source_names
+from ldm_jax.interpret.figures import Figures, reader_names, source_names
+from ldm_jax.plots import LINES
 
 
 class Names(NamedTuple):

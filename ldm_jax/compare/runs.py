@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_toml, options_in_use, read_config
+from ldm_jax.config.toml import config_to_toml, options_in_use, read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.train.metrics import read_metrics

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ldm_jax.bench.timing import alternating
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.nn import count_parameters, init_params
-from ldm_jax.report.compiled import compile_gradient, costs, temporary_bytes
-from ldm_jax.report.timing import alternating
+from ldm_jax.roofline.compile import compile_gradient, costs, temporary_bytes
 from ldm_jax.train.step import make_state, make_train_step
 
 ROUNDS = 10

@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ldm_jax.bench.training import Row
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
-from ldm_jax.report.bench import Row
 
 _SCALES = {"bytes": ("MiB", 2**-20), "seconds": ("ms", 1e3), "flops": ("GFLOP", 1e-9), "tokens/s": ("tokens/s", 1.0)}
 
@@ -41,7 +41,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def plot_memory(rows: Sequence[Row], file: Path) -> None:
-    """Compiled temporary memory against depth, one line for each mixer, form, K and way.
+    """Compiled temporary memory against depth, one line for each mixer, form, K and mode.
 
     Raises:
         UserError: the picture cannot be written.

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from ldm_jax.axes import Axis, partition
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
@@ -27,8 +26,9 @@ from ldm_jax.infer.sampling import Sampling
 from ldm_jax.nn import init_params, model_graph
 from ldm_jax.nn.cache import init_cache
 from ldm_jax.parallel import batch_sharding, make_mesh, shardings, slices_of
-from ldm_jax.report import hlo, hlo_costs
-from ldm_jax.report.chips import ChipRates, chip_rates
+from ldm_jax.roofline import counts, hlo
+from ldm_jax.roofline.chips import ChipRates, chip_rates
+from ldm_jax.sharding import Axis, partition
 from ldm_jax.train.step import make_train_step, state_shapes
 from ldm_jax.train.utilisation import model_flops_per_token
 
@@ -180,7 +180,7 @@ def _costs(lowered: jax.stages.Lowered, mesh: Mesh, model_flops: float) -> PodCo
     analysis: Any = compiled.memory_analysis()
     program = hlo.parse_program(compiled.as_text() or "")
     sent: defaultdict[str, float] = defaultdict(float)
-    for each in hlo_costs.collectives(partitioned, len(devices) // slices, program):
+    for each in counts.collectives(partitioned, len(devices) // slices, program):
         sent[each.kind + BETWEEN * each.spans_slices] += each.sent
     costs = PodCosts(
         *where,
@@ -188,9 +188,9 @@ def _costs(lowered: jax.stages.Lowered, mesh: Mesh, model_flops: float) -> PodCo
         argument_bytes=float(analysis.argument_size_in_bytes),
         temporary_bytes=float(analysis.temp_size_in_bytes),
         peak_bytes=float(analysis.peak_memory_in_bytes),
-        flops=hlo_costs.product_flops(partitioned),
+        flops=counts.product_flops(partitioned),
         model_flops=model_flops,
-        hbm_bytes=hlo_costs.hbm_bytes(program),
+        hbm_bytes=counts.hbm_bytes(program),
         sent_bytes=dict(sent),
     )
     return _keep(costs, kept)
@@ -200,7 +200,7 @@ def _kept(lowered: jax.stages.Lowered, devices: list[Any], model_flops: float) -
     """The file for the costs of a program: its name is a hash of all that they depend on."""
     flags = [os.environ.get(name) for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")]
     compiler = importlib.metadata.version("jaxlib"), importlib.metadata.version("libtpu"), flags
-    counted = model_flops, [Path(file or "").read_text() for file in (__file__, hlo.__file__, hlo_costs.__file__)]
+    counted = model_flops, [Path(file or "").read_text() for file in (__file__, hlo.__file__, counts.__file__)]
     chips = [(device.device_kind, str(device)) for device in devices]
     text = repr((compiler, counted, chips, lowered.as_text()))
     return user_cache() / "pods" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"

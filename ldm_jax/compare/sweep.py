@@ -14,11 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from ldm_jax.config import Config
-from ldm_jax.config_file import config_to_toml
-from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
-from ldm_jax.report.finished_runs import (
+from ldm_jax.compare.runs import (
     FinishedRun,
     Run,
     diverged_run,
@@ -28,6 +24,10 @@ from ldm_jax.report.finished_runs import (
     store_methods,
     write_finished,
 )
+from ldm_jax.config import Config
+from ldm_jax.config.toml import config_to_toml
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
 
 EXTENSIONS = 3
 """How often a grid of rates grows at an edge."""

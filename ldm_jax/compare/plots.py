@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ldm_jax.compare.results import Result
 from ldm_jax.errors import UserError
-from ldm_jax.report.comparison import Result
-from ldm_jax.report.curves import LINES
+from ldm_jax.plots import LINES
 
 MARKERS = "os^vD*PXd<>p"
 

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ldm_jax.bench.timing import alternating
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, DataConfig, ModelConfig, TrainConfig
 from ldm_jax.data import Batch
 from ldm_jax.memory import Backward, Observation
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.mixers.memory_form import Recurrent
-from ldm_jax.report.compiled import Chip, compile_gradient, costs, temporary_bytes
-from ldm_jax.report.timing import alternating
+from ldm_jax.roofline.compile import Chip, compile_gradient, costs, temporary_bytes
 from ldm_jax.train.step import make_state, make_train_step
 
 
@@ -82,20 +82,20 @@ CPU_SIZE = Size(width=256, tokens=1024, batch=4)
 TPU_SIZE = Size(width=1024, tokens=4096, batch=1)
 
 
-def preln(backward: Backward = Backward.RECOMPUTED) -> Subject:
+def preln(backward: Backward = Backward.REMAT) -> Subject:
     """What all is compared with. It has nothing to undo: undone is recomputed."""
-    return Subject(MixerKind.PRELN, Backward.STORED if backward is Backward.STORED else Backward.RECOMPUTED)
+    return Subject(MixerKind.PRELN, Backward.STORED if backward is Backward.STORED else Backward.REMAT)
 
 
-def subjects(ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> Iterator[Subject]:
+def subjects(modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> Iterator[Subject]:
     """LDM in every combination."""
-    for key_dim, form, backward in itertools.product(key_dims, forms, ways):
+    for key_dim, form, backward in itertools.product(key_dims, forms, modes):
         yield Subject(MixerKind.LDM, backward, form, key_dim)
 
 
 def memory_rows(
     chip: Chip | None,
-    ways: Sequence[Backward],
+    modes: Sequence[Backward],
     forms: Sequence[Form],
     key_dims: Sequence[int],
     depths: Sequence[int],
@@ -108,7 +108,7 @@ def memory_rows(
     attention = AttentionImplementation.XLA if chip is None else AttentionImplementation.LOCAL
     reference: dict[int, float | None] = {}
     reference_slope = None
-    for subject in [preln(), preln(Backward.STORED), *subjects(ways, forms, key_dims)]:
+    for subject in [preln(), preln(Backward.STORED), *subjects(modes, forms, key_dims)]:
         found = {}
         for depth in depths:
             config = subject.config(size, depth, attention=attention)
@@ -125,7 +125,7 @@ def memory_rows(
 
 def traffic_rows(
     chip: Chip | None,
-    ways: Sequence[Backward],
+    modes: Sequence[Backward],
     forms: Sequence[Form],
     key_dims: Sequence[int],
     dtypes: Sequence[ComputeType],
@@ -146,21 +146,21 @@ def traffic_rows(
 
     for dtype in dtypes:
         reference = measure(preln(), dtype)
-        for subject in [preln(), *subjects(ways, forms, key_dims)]:
+        for subject in [preln(), *subjects(modes, forms, key_dims)]:
             moved, flops = reference if subject == preln() else measure(subject, dtype)
             yield subject.row("hbm_bytes", 4, moved, "bytes", reference[0], str(dtype))
             yield subject.row("flops", 4, flops, "flops", reference[1], str(dtype))
 
 
 def step_rows(
-    ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], depth: int, repetitions: int
+    modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], depth: int, repetitions: int
 ) -> Iterator[Row]:
     """Wall time of a whole training step on this machine, the mixers taking turns; medians.
 
     `ratio_to_preln` compares with PreLN with the same recomputation: recomputed for recomputed and undone.
     """
-    all_subjects = [preln(way) for way in dict.fromkeys(preln(way).backward for way in ways)]
-    all_subjects += subjects(ways, forms, key_dims)
+    all_subjects = [preln(mode) for mode in dict.fromkeys(preln(mode).backward for mode in modes)]
+    all_subjects += subjects(modes, forms, key_dims)
     tokens = np.random.default_rng(0).integers(256, size=(CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1))
     batch = Batch(tokens.astype(np.int32), None)
 
@@ -182,14 +182,14 @@ def step_rows(
 
 
 def compile_rows(
-    ways: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], repetitions: int
+    modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], repetitions: int
 ) -> Iterator[Row]:
     """Seconds to trace and compile loss and gradient for this machine at depths 12 and 96, taking turns; medians.
 
     Programs kept from earlier runs must be out of reach: the caller turns JAX's compilation cache off.
     """
     reference = {}
-    for subject in [preln(), *subjects(ways, forms, key_dims)]:
+    for subject in [preln(), *subjects(modes, forms, key_dims)]:
         configs = {depth: subject.config(CPU_SIZE, depth) for depth in (12, 96)}
         runs = [functools.partial(compile_gradient, config, None) for config in configs.values()]
         for depth, times in zip(configs, alternating(runs, repetitions, warm_up=1), strict=True):

@@ -11,14 +11,15 @@ from pathlib import Path
 import jax
 import pytest
 
+from ldm_jax.bench import training as bench
+from ldm_jax.bench.loader import loader_rows
+from ldm_jax.bench.table import plot_memory, print_rows, write_rows
 from ldm_jax.config import Config, DataConfig, ModelConfig
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form, MixerConfig, MixerKind
-from ldm_jax.report import bench, compiled
-from ldm_jax.report.bench_loader import loader_rows
-from ldm_jax.report.bench_table import plot_memory, print_rows, write_rows
-from ldm_jax.report.compiled import tpu_chip
+from ldm_jax.roofline import compile as compiled
+from ldm_jax.roofline.compile import tpu_chip
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench.py"
 KEYS = ["what", "mixer", "backward", "form", "key_dim", "depth", "compute_dtype", "value", "unit", "ratio_to_preln"]
@@ -33,11 +34,11 @@ def small(monkeypatch):
 
 
 def test_memory_rows(small, tmp_path, capsys):
-    rows = list(bench.memory_rows(None, [Backward.UNDONE], [Form.RECURRENT], [4], (2, 4)))
+    rows = list(bench.memory_rows(None, [Backward.REVERSIBLE], [Form.RECURRENT], [4], (2, 4)))
     print_rows(rows, "a title")
-    assert "slope_per_block  ldm    undone     recurrent   4     4" in capsys.readouterr().out
+    assert "slope_per_block  ldm    reversible recurrent   4     4" in capsys.readouterr().out
     assert {row.what for row in rows} == {"temporary_bytes", "slope_per_block"}
-    preln = {row.what: row for row in rows if (row.mixer, row.backward, row.depth) == ("preln", "recomputed", 4)}
+    preln = {row.what: row for row in rows if (row.mixer, row.backward, row.depth) == ("preln", "remat", 4)}
     ldm = {row.what: row for row in rows if (row.mixer, row.depth) == ("ldm", 4)}
     for what, row in ldm.items():
         assert row.ratio_to_preln == pytest.approx(row.value / preln[what].value)
@@ -53,8 +54,8 @@ def test_memory_rows(small, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_step_rows_compare_with_the_same_recomputation(small):
-    rows = list(bench.step_rows([Backward.UNDONE], [Form.RECURRENT], [4], 1, 1))
-    assert [(row.mixer, row.backward) for row in rows] == [("preln", "recomputed"), ("ldm", "undone")]
+    rows = list(bench.step_rows([Backward.REVERSIBLE], [Form.RECURRENT], [4], 1, 1))
+    assert [(row.mixer, row.backward) for row in rows] == [("preln", "remat"), ("ldm", "reversible")]
     assert rows[1].ratio_to_preln == pytest.approx(rows[1].value / rows[0].value)
 
 
@@ -103,11 +104,11 @@ def test_loader_rows(tmp_path, capsys):
         ("step --depths 7", "step takes no depths: leave --depths out"),
         ("write --forms dual", "write takes no forms"),
         ("step --config x.toml", "step takes no config: leave --config out"),
-        ("loader --ways undone", "loader takes no ways: leave --ways out"),
+        ("loader --modes reversible", "loader takes no modes: leave --modes out"),
         ("loader --config nothing.toml", "there is no config file nothing.toml"),
         ("memory --dtypes float32", "memory takes no dtypes"),
         ("memory --depths 4 4", r"depths are \(4, 4\), but they must be at least 1 and rise"),
-        ("memory --ways", "--ways is empty: name some, or leave it out"),
+        ("memory --modes", "--modes is empty: name some, or leave it out"),
         ("memory --key-dims 0", "key_dims is 0, but it must be at least 1"),
         ("write --repetitions 0", "repetitions is 0"),
         ("write --json /nowhere/x.json", "/nowhere/x.json cannot be written: /nowhere is no folder"),
@@ -128,8 +129,10 @@ def test_a_refusal_is_one_sentence():
 @pytest.mark.slow
 @with_tpu_compiler
 def test_traffic_and_temporaries_on_a_tpu(tmp_path):
-    command = [sys.executable, str(SCRIPT), "traffic", "--tpu", "v5e:2x2", "--ways", "undone", "--dtypes", "float32"]
-    subprocess.run([*command, "--forms", "dual", "fused", "--json", str(tmp_path / "rows.json")], check=True)
+    command = [sys.executable, str(SCRIPT), "traffic", "--tpu", "v5e:2x2", "--modes", "reversible"]
+    subprocess.run(
+        [*command, "--dtypes", "float32", "--forms", "dual", "fused", "--json", str(tmp_path / "rows.json")], check=True
+    )
     rows = json.loads((tmp_path / "rows.json").read_text())
     moved = {row["form"]: row["ratio_to_preln"] for row in rows if row["what"] == "hbm_bytes"}
     assert moved["dual"] < 2

@@ -7,9 +7,9 @@ from typing import Any
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.errors import UserError
 from ldm_jax.parallel import slices_of
-from ldm_jax.report.chips import chip_rates
-from ldm_jax.report.mesh_search import ranked_meshes
-from ldm_jax.report.pod import PodCosts
+from ldm_jax.roofline.chips import chip_rates
+from ldm_jax.roofline.costs import PodCosts
+from ldm_jax.roofline.mesh_search import ranked_meshes
 
 COMPILED = 6
 """Meshes of a search that are compiled."""

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from ldm_jax.compare.costs import MethodCosts
+from ldm_jax.compare.results import markdown, report, results
+from ldm_jax.compare.runs import make_run, read_finished, stored_methods
+from ldm_jax.compare.statistics import mean
+from ldm_jax.compare.sweep import Sweep
 from ldm_jax.config import Config, TrainConfig
-from ldm_jax.config_file import config_to_toml, read_methods
+from ldm_jax.config.toml import config_to_toml, read_methods
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
-from ldm_jax.report.comparison import markdown, report, results
-from ldm_jax.report.finished_runs import make_run, read_finished, stored_methods
-from ldm_jax.report.method_costs import MethodCosts
-from ldm_jax.report.statistics import mean
-from ldm_jax.report.sweep import Sweep
 
 # In the place of train.py: the loss is a parabola of the logarithm of the rate, best at 4e-3, a little by seed.
 TRAINER = """
@@ -138,8 +138,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_comparison import methods
-from ldm_jax.report.finished_runs import make_run
-from ldm_jax.report.sweep import Sweep
+from ldm_jax.compare.runs import make_run
+from ldm_jax.compare.sweep import Sweep
 runs = [make_run(name, config, 4e-3, seed) for name, config in methods().items() for seed in range(4)]
 Sweep(Path({folder!r}), Path({trainer!r}), 2).complete(runs)
 """

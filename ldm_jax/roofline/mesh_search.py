@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import jax
 
-from ldm_jax.axes import MeshAxis
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerKind
 from ldm_jax.nn import init_params
 from ldm_jax.parallel import check_mesh
-from ldm_jax.report.chips import ChipRates
+from ldm_jax.roofline.chips import ChipRates
+from ldm_jax.sharding import MeshAxis
 from ldm_jax.train.utilisation import model_flops_per_token
 
 OPTIMISER_BYTES = 64

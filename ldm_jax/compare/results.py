@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ldm_jax.compare.costs import MethodCosts, measure
+from ldm_jax.compare.runs import FinishedRun, make_run, read_finished
+from ldm_jax.compare.statistics import Mean, mean
 from ldm_jax.config import Config
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
-from ldm_jax.report.finished_runs import FinishedRun, make_run, read_finished
-from ldm_jax.report.method_costs import MethodCosts, measure
-from ldm_jax.report.statistics import Mean, mean
 
 BASELINE = "preln"
 """What methods are compared with unless another is asked for."""
@@ -161,7 +161,7 @@ def report(folder: Path, methods: Mapping[str, Config], baseline: str = BASELINE
     Raises:
         UserError: a file cannot be written; there is no such baseline, or no finished run.
     """
-    from ldm_jax.report.comparison_plots import plot_comparison  # needs matplotlib
+    from ldm_jax.compare.plots import plot_comparison  # needs matplotlib
 
     check_baseline(baseline, methods)
     finished = read_finished(folder / "runs.csv")

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ldm_jax.report.hlo import parse_program
-from ldm_jax.report.hlo_costs import collectives, hbm_bytes, product_flops
+from ldm_jax.roofline.counts import collectives, hbm_bytes, product_flops
+from ldm_jax.roofline.hlo import parse_program
 
 PARTITIONED = """HloModule jit_step
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ldm_jax.bench.timing import alternating
+from ldm_jax.bench.training import Row
 from ldm_jax.config import Config
 from ldm_jax.infer import generate
 from ldm_jax.nn import init_params, model_graph
-from ldm_jax.report.bench import Row
-from ldm_jax.report.timing import alternating
 
 TOKENS = 32
 """Generated at a time."""

@@ -10,6 +10,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from ldm_jax.bench import training as bench
 from ldm_jax.config import (
     AttentionImplementation,
     ComputeType,
@@ -19,18 +20,17 @@ from ldm_jax.config import (
     ModelConfig,
     TrainConfig,
 )
-from ldm_jax.config_file import read_config
+from ldm_jax.config.toml import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind
 from ldm_jax.nn import count_parameters, init_params
-from ldm_jax.report import bench
-from ldm_jax.report.chips import chip_rates
-from ldm_jax.report.compiled import compile_gradient, costs, tpu_chip, tpu_devices
-from ldm_jax.report.hlo import parse_program
-from ldm_jax.report.hlo_costs import hbm_bytes
-from ldm_jax.report.mesh_search import ranked_meshes
-from ldm_jax.report.pod import PodCosts, decode_costs, train_step_costs
-from ldm_jax.report.pod_text import check_and_print, parse_mesh, search_and_print
+from ldm_jax.roofline.chips import chip_rates
+from ldm_jax.roofline.compile import compile_gradient, costs, tpu_chip, tpu_devices
+from ldm_jax.roofline.costs import PodCosts, decode_costs, train_step_costs
+from ldm_jax.roofline.counts import hbm_bytes
+from ldm_jax.roofline.hlo import parse_program
+from ldm_jax.roofline.mesh_search import ranked_meshes
+from ldm_jax.roofline.text import check_and_print, parse_mesh, search_and_print
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 with_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")

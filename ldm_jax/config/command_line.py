@@ -13,7 +13,7 @@ import jax
 import tyro
 
 from ldm_jax.config import Config
-from ldm_jax.config_file import read_config
+from ldm_jax.config.toml import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import user_cache
 from ldm_jax.parallel import Hosts, ending_together

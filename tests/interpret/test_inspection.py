@@ -11,12 +11,12 @@ import pytest
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
+from ldm_jax.interpret import figures as inspection
+from ldm_jax.interpret.figures import inspect, reader_names, source_names, write_figures
+from ldm_jax.interpret.plots import plot_inspection
 from ldm_jax.mixers import AttnResBlockConfig, LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.mixers.memory_form import Recurrent
 from ldm_jax.nn import init_params
-from ldm_jax.report import inspection
-from ldm_jax.report.inspection import inspect, reader_names, source_names, write_figures
-from ldm_jax.report.inspection_plots import plot_inspection
 
 MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)
 LDM = LDMConfig(groups=2, key_dim=3, latent_dim=5)

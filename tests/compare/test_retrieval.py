@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ldm_jax.report.retrieval import BATCH, Task, plot_retrieval, retrieval_errors
+from ldm_jax.compare.retrieval import BATCH, Task, plot_retrieval, retrieval_errors
 
 CORRELATIONS = (0.0, 0.9)
 

@@ -1,0 +1,1 @@
+"""How fast training, generation and loading are on this machine."""

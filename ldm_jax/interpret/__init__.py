@@ -1,0 +1,1 @@
+"""What a trained depth mixer has learned: contributions, gates, forgetting, conditioning."""
