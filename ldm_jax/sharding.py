@@ -1,4 +1,4 @@
-"""Which axes of arrays lie along which axes of the mesh of devices. Without a mesh nothing here does anything.
+"""Sharding: which axes of arrays lie along which axes of the mesh of devices. Without a mesh it has no effect.
 
 The mesh is the one that `jax.set_mesh` has set. Its axes are those of `MeshAxis`; a model names only `Axis`.
 """
@@ -7,7 +7,7 @@ import enum
 import math
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 
@@ -53,6 +53,11 @@ def constrain(x: Shaped[Array, "..."], *axes: Axis | None) -> Shaped[Array, "...
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition(x.shape, axes, dict(mesh.shape)))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """That of the rows of a batch."""
+    return NamedSharding(mesh, PartitionSpec(tuple(name.value for name in ALONG[Axis.BATCH])))
 
 
 def parts(shape: tuple[int, ...], *axes: Axis | None) -> int:

@@ -11,7 +11,7 @@ from ldm_jax.config.mesh import MeshConfig
 from ldm_jax.config.model import AttentionImplementation, ComputeType, ModelConfig, Remat
 from ldm_jax.config.optimizer import Decay, OptimizerConfig, OptimizerName, Schedule
 from ldm_jax.config.train import TrainConfig
-from ldm_jax.mixers import MixerConfig, check_mixer
+from ldm_jax.mixers import MixerConfig
 from ldm_jax.options import check, check_option_types
 
 __all__ = [
@@ -46,7 +46,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_option_types(self)
-        check_mixer(self.mixer, self.model.width)
+        self.mixer.options.check_width(self.model.width)
         # A token past the vocabulary would be looked up as not-a-number. Prepared corpora are checked when loaded.
         vocabulary = self.model.vocabulary
         check(

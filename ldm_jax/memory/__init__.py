@@ -3,7 +3,8 @@
 Imports no flax and knows no mesh, file or training step. Groups and batch are `jax.vmap` over these functions.
 """
 
-from ldm_jax.memory.additive import additive_write, delta_write
+from ldm_jax.memory.additive import additive_write
+from ldm_jax.memory.delta import delta_write
 from ldm_jax.memory.depth_loop import depth_memory_loop
 from ldm_jax.memory.depth_scan import Backward, depth_map, depth_scan
 from ldm_jax.memory.dual import dual_read, dual_weights

@@ -76,6 +76,15 @@ def check_state(memory: Any, inverse_covariance: Any) -> None:
         )
 
 
+def checked_state_type(dtype: DType) -> jnp.dtype:
+    """The state's type. Raises TypeError for one that is not floating, or float64 without JAX's 64-bit mode."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"the state's type is {jnp.dtype(dtype)}, but it must be a floating one, such as float32.")
+    if jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError('a float64 state needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True).')
+    return jnp.dtype(dtype)
+
+
 def check_dims(value_dim: int, key_dim: int) -> None:
     """Raises ValueError unless both widths are at least 1."""
     for name, dim in (("value_dim", value_dim), ("key_dim", key_dim)):

@@ -3,17 +3,23 @@
 `M q = sum_i c_i v_i` with `c_i = (prod_{j>i} lambda_j) beta_i k_i'(P q)`. Only `P` is carried; the values are kept as
 they are. The weights `c_i` say how much every earlier layer contributes to a read.
 
-One token, one group.
+`dual_read` and `dual_weights` are for one token and one group; `Dual` is the form that a model carries.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
+from ldm_jax.memory.depth_cache import ByDepth, DepthCache, GrowingCache, StackedCache
 from ldm_jax.memory.observation import Observation, checked_observations
-from ldm_jax.memory.products import apply_matrix
-from ldm_jax.memory.rls import project_key
-from ldm_jax.typing import InverseCovarianceLike, KeyLike, Value
+from ldm_jax.memory.products import apply_symmetric, combine
+from ldm_jax.memory.recurrent import Alpha, MemoryShape, observe_keys, over_tokens, start_covariance
+from ldm_jax.memory.write import Covariance, Gain, WriteRule
+from ldm_jax.typing import DType, InverseCovarianceLike, KeyLike, Value
 
 
 def discounts(forgetting: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
@@ -41,8 +47,8 @@ def dual_weights(
     checks.check_shape("the inverse covariance", inverse_covariance, (key_dim, key_dim), "K, K")
     key, _, forgetting, importance = observations
     inverse_covariance = jnp.asarray(inverse_covariance)
-    projected, _ = project_key(inverse_covariance, jnp.asarray(query, inverse_covariance.dtype))
-    return discounts(forgetting) * importance * apply_matrix(key, projected.astype(key.dtype))
+    projected = apply_symmetric(inverse_covariance, jnp.asarray(query, inverse_covariance.dtype))
+    return discounts(forgetting) * importance * combine(projected.astype(key.dtype), key.T)
 
 
 def dual_read(
@@ -51,4 +57,73 @@ def dual_read(
     """The read `sum_i c_i v_i`, equal to `rls_read(M, query)`, and the weights `c`. Arguments as in `dual_weights`."""
     weights = dual_weights(inverse_covariance, query, observations)
     values = jnp.asarray(observations.value, weights.dtype)
-    return apply_matrix(values.T, weights), weights
+    return combine(weights, values), weights
+
+
+class DualState(NamedTuple):
+    """The covariance, and the observations so far, their values in the compute type."""
+
+    covariance: Covariance | None
+    observations: DepthCache
+
+
+@dataclass(frozen=True)
+class Dual:
+    """The form that carries the covariance and a cache of observations: the memory's numbers without the memory."""
+
+    rule: WriteRule
+    shape: MemoryShape
+    depth: int | None = None
+    """Number of observations, where a `jax.lax.scan` carries the state; None: the cache grows."""
+    dtype: DType = jnp.float32
+    """Of the cached values."""
+
+    def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> DualState:
+        """The state before the first write."""
+        groups, value_dim, key_dim = self.shape
+        cache = GrowingCache()
+        if self.depth is not None:
+            key, value = jnp.zeros((*tokens, groups, key_dim)), jnp.zeros((*tokens, groups, value_dim), self.dtype)
+            entry = Observation(key, value, jnp.ones((groups,)), jnp.zeros((*tokens, groups)))
+            cache = StackedCache.empty(self.depth, entry)
+        state = DualState(start_covariance(self.rule, self.shape, tokens, alpha), cache)
+        return state if first is None else self.write(state, first)[0]
+
+    def weights(self, state: DualState, query: Float[Array, "*tokens G K"]) -> ByDepth:
+        """The weight of every observation in a read, each `[*tokens, G]`; 0 where there is none yet."""
+        left = discounts(state.observations.stacked(lambda entry: entry.forgetting, 1.0))
+        projected = query
+        if self.rule.covariance is not None:
+            projected = over_tokens(self.rule.covariance.project, query.ndim - 1)(state.covariance, query)
+
+        def weight(entry: Observation, left: Float[Array, " G"]) -> Float[Array, "*tokens G"]:
+            return left * entry.importance * jnp.sum(entry.key * projected, axis=-1)
+
+        return state.observations.each(weight, left)
+
+    def read(
+        self, state: DualState, query: Float[Array, "*tokens G K"]
+    ) -> tuple[Float[Array, "*tokens G V"], DualState]:
+        """`sum_i c_i v_i`, summed in float32, 0 before the first write; the state is unchanged."""
+        if isinstance(state.observations, GrowingCache) and not state.observations.entries:
+            return jnp.zeros((*query.shape[:-1], self.shape.value_dim), query.dtype), state
+        total = state.observations.weighted_sum(self.weights(state, query), lambda entry: entry.value)
+        # Fused with what follows, a TPU would write out every weight, broadcast to the width of its value.
+        return jax.lax.optimization_barrier(total), state
+
+    def write(self, state: DualState, observation: Observation) -> tuple[DualState, Gain | None]:
+        """The state after an observation of every token and group, and its gain."""
+        covariance, gain = state.covariance, None
+        if covariance is not None:
+            covariance, gain = observe_keys(self.rule, covariance, observation)
+        key, value, forgetting, importance = observation
+        shared = forgetting.reshape(-1, forgetting.shape[-1])[0]  # the same for all tokens
+        entry = Observation(key, value, shared, importance)
+        return DualState(covariance, state.observations.append(entry)), gain
+
+    def undo(self, state: DualState, residual: Gain | None) -> DualState:
+        """The state before a write."""
+        covariance, rule = state.covariance, self.rule.covariance
+        if residual is not None and rule is not None:
+            covariance = over_tokens(rule.retreat, residual.size.ndim)(covariance, residual)
+        return DualState(covariance, state.observations.without_last())

@@ -6,13 +6,18 @@ operations it is moved three times; here twice, and in the backward pass three t
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ldm_jax.memory.fused_kernel import pull_kernel, undo_kernel, write_read_kernel
+from ldm_jax.memory.observation import Observation
+from ldm_jax.memory.recurrent import Alpha, MemoryShape, observe_keys, over_tokens, start_covariance
+from ldm_jax.memory.write import Covariance, Gain, WriteRule
+from ldm_jax.typing import DType
 
 
 def write_read(
@@ -167,3 +172,93 @@ def _grouped(x: Array, groups: int) -> Array:
 
 def _spread(key: Array) -> Array:
     return key.transpose(1, 2, 0)[..., None]
+
+
+class DeferredWrite(NamedTuple):
+    """A write `M <- M + (v - M k) g'` of all groups side by side: still to be done, or done."""
+
+    key: Float[Array, "*tokens G K"]
+    gain: Float[Array, "*tokens G K"]
+    """`g u` of the regressions."""
+    value: Float[Array, "*tokens D"]
+    """The value, in the compute type; once the write is done, the error `e` in the memory's type."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FusedState:
+    """The memory before the last observation (after it, once that write is done), and the covariance after it."""
+
+    memory: Float[Array, "K *tokens D"]
+    covariance: Covariance
+    last_write: DeferredWrite
+    done: bool = field(default=False, metadata={"static": True})
+    """Whether a read has done the last write: from that read to the next write."""
+
+
+class FusedResidual(NamedTuple):
+    """What undoing a read and the write after it needs: the write that the read did, and the write's own gain."""
+
+    done: DeferredWrite
+    gain: Gain
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The form that defers every write to the next read, which does both by `write_read`; for the regressions.
+
+    The numbers are those of `Recurrent`. A write to a state that was not read since the last one does that one first.
+    """
+
+    rule: WriteRule
+    shape: MemoryShape
+    dtype: DType = jnp.float32
+    """Of the deferred values."""
+    on_devices: Callable[..., Any] = lambda kernel, *arguments: kernel(*arguments)
+    """Runs a kernel on every device's own tokens and groups; without a mesh, as it is."""
+
+    def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> FusedState:
+        """The state before the first write, or with the write of observation 0 deferred."""
+        groups, value_dim, key_dim = self.shape
+        memory = jnp.zeros((key_dim, *tokens, groups * value_dim))
+        covariance = start_covariance(self.rule, self.shape, tokens, alpha)
+        assert covariance is not None
+        if first is None:
+            key = jnp.zeros((*tokens, groups, key_dim))
+            return FusedState(memory, covariance, DeferredWrite(key, key, jnp.zeros(memory.shape[1:], self.dtype)))
+        return self._defer(memory, covariance, first)[0]
+
+    def read(
+        self, state: FusedState, query: Float[Array, "*tokens G K"]
+    ) -> tuple[Float[Array, "*tokens G V"], FusedState]:
+        """`M q` after the deferred write, and the state in which that write is done."""
+        if state.done:
+            raise ValueError("the last write is already done: the form fused allows one read between two writes.")
+        key, gain, value = state.last_write
+        memory, error, readout = self.on_devices(write_read, state.memory, key, gain, value, query)
+        readout = readout.reshape(*query.shape[:-1], self.shape.value_dim)
+        return readout, FusedState(memory, state.covariance, DeferredWrite(key, gain, error), done=True)
+
+    def write(self, state: FusedState, observation: Observation) -> tuple[FusedState, FusedResidual]:
+        """The observation enters the covariance now, and the memory at the next read."""
+        if not state.done:
+            _, state = self.read(state, jnp.zeros_like(state.last_write.key))
+        after, gain = self._defer(state.memory, state.covariance, observation)
+        return after, FusedResidual(state.last_write, gain)
+
+    def undo(self, state: FusedState, residual: FusedResidual) -> FusedState:
+        """The state before the read, from that after the write."""
+        rule, (key, gain, error) = self.rule.covariance, residual.done
+        assert rule is not None
+        covariance = over_tokens(rule.retreat, residual.gain.size.ndim)(state.covariance, residual.gain)
+        memory, value = self.on_devices(undo_write, state.memory, key, gain, error)
+        value = value.astype(state.last_write.value.dtype)
+        return FusedState(memory, covariance, DeferredWrite(key, gain, value))
+
+    def _defer(
+        self, memory: Float[Array, "K *tokens D"], covariance: Covariance, observation: Observation
+    ) -> tuple[FusedState, Gain]:
+        covariance, gain = observe_keys(self.rule, covariance, observation)
+        value = observation.value.reshape(memory.shape[1:])
+        key_and_gain = observation.key, gain.size[..., None] * gain.direction
+        return FusedState(memory, covariance, DeferredWrite(*key_and_gain, value)), gain

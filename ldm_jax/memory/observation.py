@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
-from ldm_jax.typing import InverseCovariance, InverseCovarianceLike, Memory, MemoryLike
+from ldm_jax.typing import DType, InverseCovariance, InverseCovarianceLike, Memory, MemoryLike
 
 
 class Observation(NamedTuple):
@@ -26,6 +26,10 @@ class Observation(NamedTuple):
     importance: Float[Array, "..."]
     """`beta >= 0`: the weight of this observation's squared error."""
 
+    def astype(self, dtype: DType) -> "Observation":
+        """The same numbers in another type."""
+        return Observation(*(jnp.asarray(part, dtype) for part in self))
+
 
 def checked_arguments(
     memory: MemoryLike, inverse_covariance: InverseCovarianceLike, observation: Observation
@@ -41,8 +45,7 @@ def checked_arguments(
     checks.check_shape("importance", importance, (), "")
     checks.check_forgetting(forgetting, memory.dtype)
     checks.check_importance(importance, memory.dtype)
-    observation = Observation(*(jnp.asarray(part, memory.dtype) for part in observation))
-    return memory, inverse_covariance, observation
+    return memory, inverse_covariance, Observation(*observation).astype(memory.dtype)
 
 
 def checked_observations(observations: Observation) -> tuple[Observation, int, int]:
@@ -62,4 +65,4 @@ def checked_observations(observations: Observation) -> tuple[Observation, int, i
         dtype = jnp.result_type(jnp.float32, *observations)
     checks.check_forgetting(forgetting, dtype)
     checks.check_importance(importance, dtype)
-    return Observation(*(jnp.asarray(part, dtype) for part in observations)), value_dim, key_dim
+    return Observation(*observations).astype(dtype), value_dim, key_dim

@@ -1,31 +1,75 @@
 """Recursive least squares (RLS): the depth regression kept solved, one observation at a time.
 
-One token, one group: groups and batch are `jax.vmap` over these functions. All arithmetic is done in the type of the
-state.
+The arithmetic is `RLS`, written for the state `MemoryState`. The functions below it are the same arithmetic for a
+memory `M` `[V, K]` and an inverse covariance `P` `[K, K]`, with checked arguments. One token, one group: groups, tokens
+and batch are `jax.vmap` over these functions. All is computed in the type of the state.
 
-Source: Haykin, Adaptive Filter Theory, chapter on RLS; here with importance and with the ridge discounted, too.
+Source: Haykin, Adaptive Filter Theory, chapter on RLS; here with importance, and with the ridge discounted, too.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_arguments
-from ldm_jax.memory.products import apply_matrix, outer
+from ldm_jax.memory.products import apply_symmetric, combine, scaled_square
+from ldm_jax.memory.write import (
+    Covariance,
+    CovarianceRule,
+    Gain,
+    add_error,
+    rebase,
+    regression_rule,
+    subtract_error,
+)
 from ldm_jax.typing import (
     DType,
     InverseCovariance,
     InverseCovarianceLike,
     Key,
     KeyLike,
+    Memory,
     MemoryLike,
     Scalar,
     ScalarLike,
     State,
     Value,
 )
+
+
+def _start(key_dim: int, alpha: ScalarLike, dtype: DType) -> Covariance:
+    """`P = alpha I`."""
+    return Covariance(jnp.asarray(alpha, dtype) * jnp.eye(key_dim, dtype=dtype), jnp.ones((), dtype))
+
+
+def _gain(covariance: Covariance, observation: Observation) -> Gain:
+    """`u = P k`, `w = beta / discount`, `g = w / (1 + w k'u)`. Forgetting enters the write here, through `w`."""
+    matrix, discount = covariance
+    scale = rebase(discount) ** 2
+    weight = observation.importance / (scale * discount * observation.forgetting)
+    u = apply_symmetric(scale * matrix, observation.key)
+    return Gain(u, weight / (1 + weight * jnp.sum(observation.key * u)), discount)
+
+
+def _advance(covariance: Covariance, gain: Gain, forgetting: Scalar) -> Covariance:
+    """`P - g u u'`, symmetric to the bit; the discount times lambda."""
+    scale = rebase(covariance.discount) ** 2
+    matrix = scale * covariance.matrix - scaled_square(gain.size, gain.direction)
+    return Covariance(matrix, scale * covariance.discount * forgetting)
+
+
+def _retreat(covariance: Covariance, gain: Gain) -> Covariance:
+    """`P + g u u'`: what `_advance` was given."""
+    matrix = covariance.matrix + scaled_square(gain.size, gain.direction)
+    return Covariance(matrix / rebase(gain.discount) ** 2, gain.discount)
+
+
+def _project(covariance: Covariance, query: Key) -> Key:
+    return apply_symmetric(covariance.matrix, query) / covariance.discount
+
+
+RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project))
 
 
 class Correction(NamedTuple):
@@ -52,48 +96,25 @@ def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = j
         ValueError: a width below 1, or alpha not positive and finite.
         TypeError: a type that is not floating, or float64 while JAX's 64-bit mode is off.
     """
-    dtype = _state_type(dtype)
+    dtype = checks.checked_state_type(dtype)
     checks.check_dims(value_dim, key_dim)
     checks.check_alpha(alpha, dtype)
-    return jnp.zeros((value_dim, key_dim), dtype), jnp.asarray(alpha, dtype) * jnp.eye(key_dim, dtype=dtype)
+    return jnp.zeros((value_dim, key_dim), dtype), _start(key_dim, alpha, dtype).matrix
 
 
-def _state_type(dtype: DType) -> jnp.dtype:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"the state's type is {jnp.dtype(dtype)}, but it must be a floating one, such as float32.")
-    if jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise TypeError('a float64 state needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True).')
-    return jnp.dtype(dtype)
+def _checked(
+    memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation
+) -> tuple[Memory, InverseCovariance, Observation]:
+    """The arguments as arrays of the state's type, and `(P + P') / 2`, which changes no bit of a symmetric `P`.
 
-
-def symmetric(matrix: InverseCovariance) -> InverseCovariance:
-    """`(P + P') / 2`. Changes no bit of a symmetric `P`; keeps the cotangent of `P` symmetric.
-
-    Without it an antisymmetric part of the cotangent grows like `lambda^-l` on the way back through the writes.
+    It makes the cotangent of `P` symmetric whatever that of the later state is.
     """
-    return (matrix + matrix.T) / 2
-
-
-def project_key(inverse_covariance: InverseCovariance, key: Key) -> tuple[Key, Scalar]:
-    """`u = P k` and `k'u`."""
-    u = apply_matrix(symmetric(inverse_covariance), key)
-    return u, jnp.sum(key * u)
-
-
-def next_covariance(inverse_covariance: InverseCovariance, u: Key, s: Scalar, obs: Observation) -> InverseCovariance:
-    """`(P - (beta/s) u u') / lambda`, symmetric to the bit."""
-    return (symmetric(inverse_covariance) - (obs.importance / s) * outer(u, u)) / obs.forgetting
-
-
-def previous_covariance(
-    inverse_covariance: InverseCovariance, u: Key, s: Scalar, obs: Observation
-) -> InverseCovariance:
-    """`lambda P + (beta/s) u u'`: what `next_covariance` was given."""
-    return obs.forgetting * symmetric(inverse_covariance) + (obs.importance / s) * outer(u, u)
+    memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
+    return memory, (matrix + matrix.T) / 2, obs
 
 
 def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> Correction:
-    """What the observation tells a state `(M, P)`: `e = v - M k`, `u = P k`, `s = lambda + beta k'u`.
+    """What a write computes from the state `(M, P)`: `e = v - M k`, `u = P k`, `s = lambda + beta k'u`.
 
     Args:
         memory: M `[V, K]`.
@@ -104,10 +125,10 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
         ValueError: a wrong shape; outside a trace, forgetting outside (0, 1] or importance negative or not finite.
         TypeError: M and P of different types.
     """
-    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
-    u, key_u = project_key(inverse_covariance, obs.key)
-    error = obs.value - apply_matrix(memory, obs.key)
-    return Correction(error, u, obs.forgetting + obs.importance * key_u)
+    memory, matrix, obs = _checked(memory, inverse_covariance, obs)
+    u = _gain(Covariance(matrix, jnp.ones_like(obs.forgetting)), obs).direction
+    error = obs.value - combine(obs.key, memory.T)
+    return Correction(error, u, obs.forgetting + obs.importance * jnp.sum(obs.key * u))
 
 
 def rls_apply(
@@ -117,9 +138,11 @@ def rls_apply(
 
     Shapes and errors as in `rls_correction`.
     """
-    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
-    e, u, s = correction
-    return memory + outer(e, (obs.importance / s) * u), next_covariance(inverse_covariance, u, s, obs)
+    memory, matrix, obs = _checked(memory, inverse_covariance, obs)
+    one = jnp.ones_like(obs.forgetting)
+    gain = Gain(correction.projected_key, obs.importance / correction.innovation, one)
+    after = _advance(Covariance(matrix, one), gain, obs.forgetting)
+    return add_error(memory.T, gain, correction.error).T, after.matrix / obs.forgetting
 
 
 def rls_undo(
@@ -130,9 +153,10 @@ def rls_undo(
     It divides by nothing but `s >= lambda`. In float32 `P` comes back to about 1e-7 relative, `M` to about 1e-7 of
     the largest `|M|` over depth. Shapes and errors as in `rls_correction`.
     """
-    memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
-    e, u, s = correction
-    return memory - outer(e, (obs.importance / s) * u), previous_covariance(inverse_covariance, u, s, obs)
+    memory, matrix, obs = _checked(memory, inverse_covariance, obs)
+    gain = Gain(correction.projected_key, obs.importance / correction.innovation, jnp.ones_like(obs.forgetting))
+    before = _retreat(Covariance(obs.forgetting * matrix, obs.forgetting), gain)
+    return subtract_error(memory.T, gain, correction.error).T, before.matrix
 
 
 def rls_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> State:
@@ -157,4 +181,4 @@ def rls_read(memory: MemoryLike, query: KeyLike) -> Value:
         raise ValueError(f"the memory has shape {jnp.shape(memory)}, but it must be [V, K].")
     memory = jnp.asarray(memory)
     checks.check_shape("the query", query, (memory.shape[1],), "K")
-    return apply_matrix(memory, jnp.asarray(query, memory.dtype))
+    return combine(jnp.asarray(query, memory.dtype), memory.T)

@@ -1,7 +1,8 @@
 """RLS in square-root form: carries `S` with `P = S S'`, for long or nearly collinear depth.
 
-`P` cannot lose symmetry or positive definiteness, because it is never formed. The functions take and give `S` where
-those of `rls` take and give `P`. One token, one group.
+`P` cannot lose symmetry or positive definiteness, because it is never formed. The arithmetic is `SQRT_RLS`, written for
+the state `MemoryState`; the functions below it take and give `S` where those of `rls` take and give `P`. One token, one
+group.
 
 Source: Potter's square-root update (Bierman, Factorization Methods for Discrete Sequential Estimation), with
 forgetting and importance.
@@ -10,8 +11,18 @@ forgetting and importance.
 import jax.numpy as jnp
 
 from ldm_jax.memory.observation import Observation, checked_arguments
-from ldm_jax.memory.products import apply_matrix, outer
+from ldm_jax.memory.products import combine, outer
 from ldm_jax.memory.rls import Correction, init_state
+from ldm_jax.memory.write import (
+    Covariance,
+    CovarianceRule,
+    FactorGain,
+    Gain,
+    add_error,
+    rebase,
+    regression_rule,
+    subtract_error,
+)
 from ldm_jax.typing import (
     DType,
     InverseCovariance,
@@ -24,36 +35,64 @@ from ldm_jax.typing import (
 )
 
 
+def _start(key_dim: int, alpha: ScalarLike, dtype: DType) -> Covariance:
+    """`S = sqrt(alpha) I`."""
+    return Covariance(jnp.sqrt(jnp.asarray(alpha, dtype)) * jnp.eye(key_dim, dtype=dtype), jnp.ones((), dtype))
+
+
+def _gain(covariance: Covariance, observation: Observation) -> Gain:
+    """`f = S'k`, `u = S f`, `w = beta / discount`, `s = 1 + w f'f`, `g = w / s`."""
+    factor, discount = covariance
+    scale = rebase(discount)
+    weight = observation.importance / (scale**2 * discount * observation.forgetting)
+    f = scale * combine(observation.key, factor)
+    s = 1 + weight * jnp.sum(f * f)
+    u = scale * combine(f, factor.T)
+    return Gain(u, weight / s, discount, FactorGain(f, _step(weight, s)))
+
+
+def _step(weight: Scalar, s: Scalar) -> Scalar:
+    return weight / (s + jnp.sqrt(s))
+
+
+def _advance(covariance: Covariance, gain: Gain, forgetting: Scalar) -> Covariance:
+    """`S - step u f'`; the discount times lambda."""
+    scale = rebase(covariance.discount)
+    matrix = scale * covariance.matrix - _rank_one(gain)
+    return Covariance(matrix, scale**2 * covariance.discount * forgetting)
+
+
+def _retreat(covariance: Covariance, gain: Gain) -> Covariance:
+    """`S + step u f'`: what `_advance` was given."""
+    return Covariance((covariance.matrix + _rank_one(gain)) / rebase(gain.discount), gain.discount)
+
+
+def _rank_one(gain: Gain) -> InverseCovariance:
+    assert gain.factor is not None
+    return outer(gain.factor.step * gain.direction, gain.factor.key)
+
+
+def _project(covariance: Covariance, query: Key) -> Key:
+    return combine(combine(query, covariance.matrix), covariance.matrix.T) / covariance.discount
+
+
+SQRT_RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project))
+
+
 def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
     """The memory before the first observation: `M = 0` `[V, K]` and `S = sqrt(alpha) I` `[K, K]`.
 
     Arguments and errors as in `init_state`.
     """
-    memory, inverse_covariance = init_state(value_dim, key_dim, alpha, dtype)
-    return memory, jnp.sqrt(jnp.diagonal(inverse_covariance)) * jnp.eye(key_dim, dtype=memory.dtype)
+    memory, _ = init_state(value_dim, key_dim, alpha, dtype)
+    return memory, _start(key_dim, alpha, memory.dtype).matrix
 
 
-def half_projected(factor: InverseCovariance, key: Key) -> Key:
-    """`f = S'k`."""
-    return apply_matrix(factor.T, key)
-
-
-def project_key(factor: InverseCovariance, key: Key) -> tuple[Key, Scalar]:
-    """`u = P k = S f` with `f = S'k`, and `k'u = f'f`."""
-    f = half_projected(factor, key)
-    return apply_matrix(factor, f), jnp.sum(f * f)
-
-
-def next_factor(factor: InverseCovariance, u: Key, s: Scalar, obs: Observation) -> InverseCovariance:
-    """`(S - beta u f' / (s + sqrt(s lambda))) / sqrt(lambda)` with `f = S'k`."""
-    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
-    return (factor - outer(step * u, half_projected(factor, obs.key))) / jnp.sqrt(obs.forgetting)
-
-
-def previous_factor(factor: InverseCovariance, u: Key, f: Key, s: Scalar, obs: Observation) -> InverseCovariance:
-    """What `next_factor` was given: `sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))`."""
-    step = obs.importance / (s + jnp.sqrt(s * obs.forgetting))
-    return jnp.sqrt(obs.forgetting) * factor + outer(step * u, f)
+def _gain_of(correction: Correction, factor_key: Key, obs: Observation) -> Gain:
+    """From the public correction, whose `s` is `lambda` times that of the arithmetic."""
+    _, u, s = correction
+    step = _step(obs.importance / obs.forgetting, s / obs.forgetting)
+    return Gain(u, obs.importance / s, jnp.ones_like(obs.forgetting), FactorGain(factor_key, step))
 
 
 def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> Correction:
@@ -62,8 +101,10 @@ def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: 
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
-    u, key_u = project_key(factor, obs.key)
-    return Correction(obs.value - apply_matrix(memory, obs.key), u, obs.forgetting + obs.importance * key_u)
+    gain = _gain(Covariance(factor, jnp.ones_like(obs.forgetting)), obs)
+    assert gain.factor is not None
+    s = obs.forgetting + obs.importance * jnp.sum(gain.factor.key**2)
+    return Correction(obs.value - combine(obs.key, memory.T), gain.direction, s)
 
 
 def sqrt_rls_apply(
@@ -74,21 +115,23 @@ def sqrt_rls_apply(
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
-    e, u, s = correction
-    return memory + outer(e, (obs.importance / s) * u), next_factor(factor, u, s, obs)
+    gain = _gain_of(correction, combine(obs.key, factor), obs)
+    after = _advance(Covariance(factor, gain.discount), gain, obs.forgetting)
+    return add_error(memory.T, gain, correction.error).T, after.matrix / jnp.sqrt(obs.forgetting)
 
 
 def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction: Correction, obs: Observation) -> State:
-    """The state before the write, from the state after it: `M - (beta/s) e u'`, and S as `previous_factor` has it.
+    """The state before the write, from the state after it: `M - (beta/s) e u'` and
+    `sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))`.
 
     The later factor gives `f = sqrt(s) S'k`, which amplifies its rounding by `sqrt(s / lambda)`.
 
     Shapes and errors as in `rls_correction`, with S in the place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
-    e, u, s = correction
-    f = jnp.sqrt(s) * half_projected(factor, obs.key)
-    return memory - outer(e, (obs.importance / s) * u), previous_factor(factor, u, f, s, obs)
+    gain = _gain_of(correction, jnp.sqrt(correction.innovation) * combine(obs.key, factor), obs)
+    before = _retreat(Covariance(jnp.sqrt(obs.forgetting) * factor, obs.forgetting), gain)
+    return subtract_error(memory.T, gain, correction.error).T, before.matrix
 
 
 def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> State:

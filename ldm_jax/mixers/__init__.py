@@ -1,39 +1,38 @@
-"""Depth mixers: what a sublayer is given of all that came before it, and what is kept of its output.
+"""Depth mixers: how a sublayer's input is computed from what came before, and how its output is stored.
 
-To add one: a file here with its two modules (see `base`) and its options, an entry in `registry`, and a test.
+To add one, see `README.md` beside this file.
 """
 
-from ldm_jax.mixers.attnres import AttnResBlockConfig
-from ldm_jax.mixers.base import MixerEnds, MixerLayer, MixerState
-from ldm_jax.mixers.dense import DenseFormerConfig
-from ldm_jax.mixers.depth_memory import DepthMemory, init_memory
-from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig, Form, Write
-from ldm_jax.mixers.hyper import HyperConfig
-from ldm_jax.mixers.ldm import LDMConfig, ReadInto, without_reads
-from ldm_jax.mixers.memory_form import DualState, MemoryState
+from ldm_jax.memory.writes import Write
+from ldm_jax.mixers.attnres_block import AttnResBlockConfig
+from ldm_jax.mixers.denseformer import DenseFormerConfig
+from ldm_jax.mixers.depth_memory import DepthMemory, DepthMemoryConfig, Form, init_memory
+from ldm_jax.mixers.hc import HyperConfig
+from ldm_jax.mixers.ldm import LDMConfig, without_reads
 from ldm_jax.mixers.mhc import MHCConfig
-from ldm_jax.mixers.registry import MixerConfig, MixerKind, Place, check_mixer, make_ends, make_layer
+from ldm_jax.mixers.mixer import Mixer, MixerEnds, MixerLayer, MixerOptions, MixerState, Place, Stack
+from ldm_jax.mixers.registry import MIXERS, MixerConfig, MixerKind, make_ends, make_layer
 
 __all__ = [
+    "MIXERS",
     "AttnResBlockConfig",
     "DenseFormerConfig",
     "DepthMemory",
     "DepthMemoryConfig",
-    "DualState",
     "Form",
     "HyperConfig",
     "LDMConfig",
     "MHCConfig",
-    "MemoryState",
+    "Mixer",
     "MixerConfig",
     "MixerEnds",
     "MixerKind",
     "MixerLayer",
+    "MixerOptions",
     "MixerState",
     "Place",
-    "ReadInto",
+    "Stack",
     "Write",
-    "check_mixer",
     "init_memory",
     "make_ends",
     "make_layer",

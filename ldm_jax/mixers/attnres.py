@@ -1,35 +1,22 @@
-"""Attention Residuals (AttnRes): every sublayer attends, along depth, to the outputs of those before it.
+"""Attention Residuals (AttnRes): every sublayer attends, along depth, to the outputs of the sublayers before it.
 
-Source: Attention Residuals, arXiv 2603.15031. Where the paper is silent, "our choice" is said.
+Source: Attention Residuals, arXiv 2603.15031. What the paper leaves open is marked "our choice".
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from ldm_jax.memory.depth_cache import DepthCache, GrowingCache, StackedCache
-from ldm_jax.mixers.base import MixerState, at_least_float32
-from ldm_jax.options import check_option_types
-from ldm_jax.typing import DType, Hidden
+from ldm_jax.mixers.mixer import Mixer, MixerOptions, MixerState, Place, Stack, at_least_float32
+from ldm_jax.parameters import param
+from ldm_jax.typing import Hidden
 
 EPSILON = 1e-6  # of the keys' norm; our choice
-
-
-@dataclass(frozen=True)
-class AttnResBlockConfig:
-    """Options of the mixer attnres_block."""
-
-    block_size: int = 4
-    """Sublayers (not blocks of the transformer) whose outputs are summed into one source."""
-
-    def __post_init__(self) -> None:
-        check_option_types(self)
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}, but it must be at least 1 (sublayers).")
 
 
 class DepthAttention(nnx.Module):
@@ -39,8 +26,8 @@ class DepthAttention(nnx.Module):
     """
 
     def __init__(self, width: int):
-        self.query = nnx.Param(jnp.zeros((width,), jnp.float32))
-        self.gain = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.query = param(jnp.zeros((width,), jnp.float32))
+        self.gain = param(jnp.ones((width,), jnp.float32))
 
     def score(self, source: Float[Array, "*tokens D"]) -> Float[Array, "*tokens"]:
         """What softmax is taken of, for one source."""
@@ -78,12 +65,22 @@ def _sum(sources: DepthCache, weights: Float[Array, "N *tokens"]) -> Float[Array
     return sources.weighted_sum(weights, lambda source: source)
 
 
+@dataclass(frozen=True)
+class AttnResConfig(MixerOptions):
+    """Options of the mixer attnres: none."""
+
+    def with_weights(self) -> "AttnResConfig":
+        """Itself."""
+        return self
+
+
 class AttnResLayer(nnx.Module):
     """Reads by attention over the embedding and all outputs so far; its output becomes one more source."""
 
-    def __init__(self, width: int, *, dtype: DType):
-        self.dtype = jnp.dtype(dtype)
-        self.attention = DepthAttention(width)
+    def __init__(self, options: AttnResConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
+        del options, place, rngs
+        self.dtype = jnp.dtype(stack.dtype)
+        self.attention = DepthAttention(stack.width)
 
     def weights(self, state: MixerState) -> Float[Array, "N B T"]:
         """`a`: what the embedding and every earlier sublayer contribute to a read."""
@@ -97,19 +94,20 @@ class AttnResLayer(nnx.Module):
         """One more source."""
         return state._replace(memory=state.memory.append(output)), None
 
-    def undo(self, memory: DepthCache, kept: None) -> DepthCache:
+    def undo(self, memory: DepthCache, residual: None) -> DepthCache:
         """The sources before a write."""
-        del kept
+        del residual
         return memory.without_last()
 
 
 class AttnResEnds(nnx.Module):
     """The first source is the embedding; the final norm is given one more read, with a query and gain of its own."""
 
-    def __init__(self, width: int, *, scanned_sublayers: int | None, dtype: DType):
-        self.sources = None if scanned_sublayers is None else scanned_sublayers + 1
-        self.dtype = jnp.dtype(dtype)
-        self.attention = DepthAttention(width)
+    def __init__(self, options: AttnResConfig, stack: Stack, rngs: nnx.Rngs):
+        del options, rngs
+        self.sources = stack.sublayers + 1 if stack.scanned else None
+        self.dtype = jnp.dtype(stack.dtype)
+        self.attention = DepthAttention(stack.width)
 
     def start(self, embedding: Hidden) -> MixerState:
         """The embedding as the only source; there is no stream."""
@@ -125,77 +123,4 @@ class AttnResEnds(nnx.Module):
         return self.attention(state.memory).astype(self.dtype)
 
 
-class BlockSources(NamedTuple):
-    """What is read beside the partial sum."""
-
-    finished: StackedCache
-    """The embedding, then the sum of each finished block."""
-    sublayers: Int[Array, ""]
-    """Written so far."""
-
-    def started(self, block_size: int) -> Bool[Array, ""]:
-        """Whether the block that the next sublayer is in has an output already."""
-        return self.sublayers % block_size > 0
-
-
-class AttnResBlockLayer(nnx.Module):
-    """Reads by attention over the embedding, the sums of finished blocks and, once begun, that of its own block.
-
-    The stream is the partial sum of the block. Sublayers `n S .. n S + S - 1`, counted from 0, are block `n`.
-    """
-
-    def __init__(self, width: int, config: AttnResBlockConfig, *, dtype: DType):
-        self.block_size = config.block_size
-        self.dtype = jnp.dtype(dtype)
-        self.attention = DepthAttention(width)
-
-    def weights(self, state: MixerState) -> Float[Array, "N_and_partial B T"]:
-        """`a`: what the embedding, the sums of blocks and the partial sum contribute to a read."""
-        sources = state.memory
-        return self.attention.weights_with_partial(sources.finished, state.stream, sources.started(self.block_size))
-
-    def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
-        """The sum over the sources."""
-        sources = state.memory
-        x = self.attention.with_partial(sources.finished, state.stream, sources.started(self.block_size))
-        return x.astype(self.dtype), state
-
-    def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
-        """Adds the output to its block's sum, which becomes a source of its own when the block is finished."""
-        finished, sublayers = state.memory
-        total, sublayers = state.stream + output, sublayers + 1
-        ends = sublayers % self.block_size == 0
-        finished = finished.append(total, when=ends)
-        return MixerState(jnp.where(ends, 0, total), BlockSources(finished, sublayers)), None
-
-    def undo(self, memory: BlockSources, kept: None) -> BlockSources:
-        """The finished sums before a write."""
-        del kept
-        finished, sublayers = memory
-        return BlockSources(finished.without_last(when=sublayers % self.block_size == 0), sublayers - 1)
-
-
-class AttnResBlockEnds(nnx.Module):
-    """As `AttnResEnds`; a partial sum that is left over at the end is a source, too."""
-
-    def __init__(self, width: int, sublayers: int, config: AttnResBlockConfig, *, dtype: DType):
-        self.block_size = config.block_size
-        self.sources = 1 + -(-sublayers // config.block_size)
-        self.dtype = jnp.dtype(dtype)
-        self.attention = DepthAttention(width)
-
-    def start(self, embedding: Hidden) -> MixerState:
-        """The embedding as the only source, and a block that has not begun."""
-        finished = StackedCache.empty(self.sources, embedding).append(embedding)
-        return MixerState(jnp.zeros_like(embedding), BlockSources(finished, jnp.zeros((), jnp.int32)))
-
-    def weights(self, state: MixerState) -> Float[Array, "N_and_partial B T"]:
-        """`a`: what the embedding, the sums of blocks and the partial sum contribute to a read."""
-        sources = state.memory
-        return self.attention.weights_with_partial(sources.finished, state.stream, sources.started(self.block_size))
-
-    def finish(self, state: MixerState) -> Hidden:
-        """The sum over all sources."""
-        sources = state.memory
-        x = self.attention.with_partial(sources.finished, state.stream, sources.started(self.block_size))
-        return x.astype(self.dtype)
+MIXER = Mixer("attnres", AttnResConfig, AttnResLayer, AttnResEnds)

@@ -1,27 +1,160 @@
-"""A depth memory with what it learns: reader, writer and forgetting. Its mathematics is in `ldm_jax.memory`.
+"""A depth memory with its parameters: reader, writer and forgetting. Its mathematics is in `ldm_jax.memory`.
 
-The memory is per token. Nothing here looks from one token to another, so causality is untouched.
+The memory is per token. Nothing here depends on more than one token, so causality is unaffected.
 """
 
+import dataclasses
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from ldm_jax.mixers.depth_memory_config import DepthMemoryConfig, check_width
-from ldm_jax.mixers.memory_form import AnyState, Dual, DualState, Kept, check_memory, make_form
-from ldm_jax.mixers.reader_writer import Forgetting, Reader, Writer
+from ldm_jax.memory import Observation
+from ldm_jax.memory import recurrent as memory_form
+from ldm_jax.memory.dual import Dual, DualState
+from ldm_jax.memory.fused import Fused, FusedState
+from ldm_jax.memory.recurrent import MemoryShape, Recurrent
+from ldm_jax.memory.write import MemoryState
+from ldm_jax.memory.writes import Write
+from ldm_jax.mixers.mixer import MixerOptions
+from ldm_jax.parameters import linear, param
+from ldm_jax.sharding import Axis, constrain, partition
 from ldm_jax.typing import DType
+
+FORGETTING_START = 4.0  # theta; sigmoid(4) = .982
+FUSED_WIDTH = 128  # of a TPU's registers
+FUSED_SIZE = 8192  # K V of a group, which takes 64 MiB of on-chip memory; a v4 chip has room for 2048
+
+AnyState = MemoryState | DualState | FusedState
+
+
+class Form(enum.StrEnum):
+    """recurrent: carry the memory. dual: carry its inverse covariance and the values. fused: as recurrent, but one
+    kernel does a write and the next read."""
+
+    RECURRENT = "recurrent"
+    DUAL = "dual"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True)
+class DepthMemoryConfig(MixerOptions):
+    """A depth memory's options."""
+
+    groups: int = 4
+    """G: the groups that the width is split into; each has its own memory, forgetting, gates and gain."""
+    key_dim: int = 8
+    """K: width of keys and queries. The state is K times as wide as the stream."""
+    latent_dim: int = 32
+    """R: width of the latent from which keys and importance, or queries and gates, are computed."""
+    alpha: float = 10.0
+    """One over the ridge of the regression."""
+    forgetting_floor: float | None = None
+    """Lower bound of forgetting. None: 1e-3 ** (1 / sublayers), so that the ridge keeps 1e-3 of its weight."""
+    unit_keys: bool = True
+    """Scale keys and queries to unit length."""
+    shared_key: bool = False
+    """One key for all groups instead of one for each."""
+    initial_gain: float = 2.0
+    """The read's gain at the start. The read gate starts at one half."""
+    write: Write = Write.RLS
+    """How an observation enters the memory."""
+    form: Form = Form.RECURRENT
+    """recurrent: carry the memory. dual: keep the values and sum them; moves less where depth is small and K large.
+    fused: as recurrent, a write and the next read being one Pallas kernel; for TPUs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("groups", "key_dim", "latent_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
+        if not 1e-30 <= self.alpha <= 1e30:  # the state is float32
+            raise ValueError(f"alpha is {self.alpha}, but it must be positive, from 1e-30 to 1e30.")
+        if not abs(self.initial_gain) < float("inf"):
+            raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite.")
+        if self.forgetting_floor is not None and not 0 < self.forgetting_floor <= 1:
+            raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in (0, 1].")
+        if self.write is Write.DELTA and not self.unit_keys:
+            raise ValueError("write is delta, which diverges on long keys, but unit_keys is false: set it to true.")
+        if self.write is Write.DELTA and self.form is Form.DUAL:
+            raise ValueError("form is dual, which the write delta does not have: set form to recurrent.")
+        if self.form is Form.FUSED and self.write.rule.covariance is None:
+            raise ValueError(f"form is fused, which the write {self.write} does not have: set form to recurrent.")
+
+    @property
+    def irreversible(self) -> str | None:
+        """The writes without an undo, unless the form keeps the values."""
+        if self.form is Form.DUAL or self.write.rule.undo is not None:
+            return None
+        return f"the write {self.write} cannot be undone: it would divide by forgetting"
+
+    @property
+    def platform(self) -> str | None:
+        """The fused form's kernel is for TPUs."""
+        return "tpu" if self.form is Form.FUSED else None
+
+    @property
+    def sharded_sizes(self) -> dict[str, tuple[Axis, int]]:
+        """Groups."""
+        return {"groups": (Axis.GROUPS, self.groups)}
+
+    def check_width(self, width: int) -> None:
+        """Raises ValueError unless the groups divide the width, and the fused form's kernel takes them."""
+        if width % self.groups:
+            raise ValueError(f"groups is {self.groups}, which does not divide the width {width}.")
+        value_dim = width // self.groups
+        if self.form is Form.FUSED and (value_dim % FUSED_WIDTH or value_dim * self.key_dim > FUSED_SIZE):
+            raise ValueError(
+                f"form is fused, whose kernel takes groups whose width is a multiple of {FUSED_WIDTH} and at most "
+                f"{FUSED_SIZE} / key_dim, but key_dim is {self.key_dim} and groups is {self.groups}, which makes "
+                f"groups {value_dim} of {width} wide: change groups, or set form to recurrent."
+            )
+
+    def with_weights(self) -> "DepthMemoryConfig | None":
+        """The form dual, which the delta rule does not have."""
+        return None if self.write is Write.DELTA else dataclasses.replace(self, form=Form.DUAL)
+
+    def training_numbers(self, sublayers: int) -> float:
+        """An error and a value for each write; the memory and its cotangent, and what is computed from them."""
+        return 2 * sublayers + 4 * self.key_dim
+
+
+def make_form(
+    config: DepthMemoryConfig, width: int, *, depth: int | None = None, dtype: DType = jnp.float32
+) -> memory_form.Form:
+    """The form that the options select.
+
+    Args:
+        config: the options.
+        width: D.
+        depth: of the dual form, the number of writes, where a `jax.lax.scan` carries the state; None: the state grows.
+        dtype: of the values that the forms dual and fused keep.
+    """
+    rule, shape = config.write.rule, MemoryShape(config.groups, width // config.groups, config.key_dim)
+    match config.form:
+        case Form.RECURRENT:
+            return Recurrent(rule, shape)
+        case Form.DUAL:
+            return Dual(rule, shape, depth, dtype)
+        case Form.FUSED:
+            return Fused(rule, shape, dtype, on_own_shard)
 
 
 class DepthMemory(nnx.Module):
-    """One layer's reader, writer and forgetting, to be added to any flax model; the state is passed by hand.
+    """One layer's reader, writer and forgetting, for use in any flax model; the caller carries the state.
 
         self.memory = DepthMemory(width, sublayers, rngs=rngs)          # in each layer
-        x = h + self.memory.read(state, h)                              # what the layer is given
-        state = self.memory.write(state, output)                        # what the layer has made of it
+        x = h + self.memory.read(state, h)                              # the layer's input
+        state = self.memory.write(state, output)                        # after the layer
 
-    The first state comes from `init_memory`. `sublayers` is how many writes a token will see: the default floor of
-    forgetting depends on it.
+    The first state comes from `init_memory`. `sublayers` is the number of writes that a token will see, on which the
+    default floor of forgetting depends.
 
     Raises:
         ValueError: a width that the groups do not divide, or no sublayer.
@@ -36,10 +169,10 @@ class DepthMemory(nnx.Module):
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        check_width(width, config)
+        config.check_width(width)
         if sublayers < 1:
             raise ValueError(f"sublayers is {sublayers}, but it must be at least 1.")
-        self.config = config
+        self.config, self.width = config, width
         floor = 1e-3 ** (1 / sublayers) if config.forgetting_floor is None else config.forgetting_floor
         self.reader = Reader(width, config, dtype=dtype, rngs=rngs)
         self.writer = Writer(width, config, dtype=dtype, rngs=rngs)
@@ -47,30 +180,24 @@ class DepthMemory(nnx.Module):
 
     def read(self, state: AnyState, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         """`gain_g * gate_g * M_g q_g` over the groups, query and gate computed from the context `h`."""
+        return self.reader(state, context)[0]
+
+    def recall(self, state: AnyState, context: Float[Array, "*tokens D"]) -> tuple[Float[Array, "*tokens D"], AnyState]:
+        """`read`, and the state for the next write: the same, but in the form fused the deferred write is done."""
         return self.reader(state, context)
 
     def write(self, state: AnyState, output: Float[Array, "*tokens D"]) -> AnyState:
         """The state after the observation of an output, whose key and importance are computed from it."""
         return self.record(state, output)[0]
 
-    def record(self, state: AnyState, output: Float[Array, "*tokens D"]) -> tuple[AnyState, Kept | None]:
-        """`write`, and what `undo` needs to have the state before it again."""
+    def record(self, state: AnyState, output: Float[Array, "*tokens D"]) -> tuple[AnyState, Any]:
+        """`write`, and the residual from which `undo` restores the state."""
         check_memory(state, output, self.config)
-        return make_form(self.config).write(state, self.writer(output, self.forgetting()))
+        return make_form(self.config, self.width).write(state, self.writer(output, self.forgetting()))
 
-    def undo(self, state: AnyState, kept: Kept | None) -> AnyState:
-        """The state before a `record`, from the state after it. The writes additive and delta have none."""
-        return make_form(self.config).undo(state, kept, self.forgetting())
-
-    def weights(self, state: DualState, context: Float[Array, "*tokens D"]) -> Float[Array, "N *tokens G"]:
-        """What every observation so far contributes to a read: the readout is the sum of the values times these.
-
-        For the dual form. Gate and gain are included.
-        """
-        if not isinstance(state, DualState):
-            raise ValueError("the form is recurrent, which has no weights: set form to dual. The numbers are the same.")
-        query, scale = self.reader.ask(context)
-        return scale * jnp.asarray(Dual(self.config.write).weights(state, query))
+    def undo(self, state: AnyState, residual: Any) -> AnyState:
+        """The state before a `recall` and the `record` after it."""
+        return make_form(self.config, self.width).undo(state, residual)
 
 
 def init_memory(
@@ -87,13 +214,197 @@ def init_memory(
         tokens: the leading shape.
         width: D.
         config: the options of the `DepthMemory`.
-        depth: of the dual form, how many writes there will be, where a `jax.lax.scan` carries the state; without it the
-            state grows from write to write.
-        dtype: of the dual form, the type of the values.
+        depth: of the dual form, the number of writes, where a `jax.lax.scan` carries the state; without it the state
+            grows from write to write.
+        dtype: of the values that the forms dual and fused keep.
 
     Raises:
         ValueError: a width that the groups do not divide.
     """
-    check_width(width, config)
-    shape = config.groups, width // config.groups, config.key_dim
-    return make_form(config, depth).start(tokens, *shape, config.alpha, dtype)
+    config.check_width(width)
+    return make_form(config, width, depth=depth, dtype=dtype).start(tokens, config.alpha)
+
+
+def check_memory(state: AnyState, x: Float[Array, "*tokens D"], config: DepthMemoryConfig) -> None:
+    """Raises ValueError unless the state is the one of these tokens, this width and these options."""
+    tokens, width, key_dim = x.shape[:-1], x.shape[-1], config.key_dim
+    grouped = (*tokens, config.groups)
+    match state:
+        case MemoryState():
+            form, found, expected = Form.RECURRENT, state.memory.shape, (*grouped, key_dim, width // config.groups)
+        case FusedState():
+            form, found, expected = Form.FUSED, state.memory.shape, (key_dim, *tokens, width)
+        case DualState(covariance=None):  # the cache shows its shapes when it is used
+            form, found, expected = Form.DUAL, grouped, grouped
+        case DualState(covariance=covariance):
+            form, found, expected = Form.DUAL, covariance.matrix.shape, (*grouped, key_dim, key_dim)
+    if form is not config.form or found != expected:
+        raise ValueError(
+            f"the memory has form {form} and shape {found}, but for tokens {tokens} of width {width} it must have form "
+            f"{config.form}, and in the form {form} the shape {expected}: start it with "
+            "init_memory(h.shape[:-1], width, config), the config of the DepthMemory."
+        )
+
+
+class Forgetting(nnx.Module):
+    """`lambda = floor + (1 - floor) sigmoid(theta)`, `[G]`, float32, near 1 at the start."""
+
+    def __init__(self, groups: int, floor: float):
+        self.floor = floor
+        self.theta = param(jnp.full((groups,), FORGETTING_START, jnp.float32), Axis.GROUPS)
+
+    def __call__(self) -> Float[Array, " G"]:
+        """Forgetting of every group."""
+        return self.floor + (1 - self.floor) * jax.nn.sigmoid(self.theta[...])
+
+
+class Reader(nnx.Module):
+    """Reads the memory: `gain_g * gate_g * M_g q_g`, query and gate from a latent `z = W n(h) + b` `[R]`.
+
+    `n` is RMSNorm without a scale of its own. The query has unit length if the config says so; `gate = sigmoid(.)`.
+    The latent's matmul is in the compute type; everything computed from the latent is float32.
+    """
+
+    def __init__(self, width: int, config: DepthMemoryConfig, *, dtype: DType = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.norm = nnx.RMSNorm(width, use_scale=False, dtype=dtype, rngs=rngs)
+        self.latent = _latent(width, config.latent_dim, dtype, rngs)
+        self.query = linear(
+            config.latent_dim, config.groups * config.key_dim, (None, Axis.GROUPS), dtype=None, rngs=rngs
+        )
+        self.gate = _gate(config.latent_dim, config.groups, 0.0, rngs)
+        self.gain = param(jnp.full((config.groups,), config.initial_gain, jnp.float32), Axis.GROUPS)
+
+    def __call__(
+        self, state: AnyState, context: Float[Array, "*tokens D"]
+    ) -> tuple[Float[Array, "*tokens D"], AnyState]:
+        """The readout for a context `h`, concatenated over the groups, in the context's type; the state after it."""
+        check_memory(state, context, self.config)
+        query, scale = self.query_and_scale(context)
+        values, state = make_form(self.config, context.shape[-1]).read(state, scale[..., None] * query)
+        return values.reshape(context.shape).astype(context.dtype), state
+
+    def query_and_scale(
+        self, context: Float[Array, "*tokens D"]
+    ) -> tuple[Float[Array, "*tokens G K"], Float[Array, "*tokens G"]]:
+        """The query and the scale, gain times gate, of every group."""
+        latent = self._latent_of(context)
+        query = by_group(_keys(self.query(latent), self.config.groups, self.config))
+        return query, self.gain[...] * jax.nn.sigmoid(self.gate(latent))
+
+    def gates(self, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens G"]:
+        """The read gate of every group."""
+        return jax.nn.sigmoid(self.gate(self._latent_of(context)))
+
+    def weights(self, state: DualState, context: Float[Array, "*tokens D"]) -> Float[Array, "N *tokens G"]:
+        """The weight of every observation so far in a read, gain and gate included: the readout is the weighted sum.
+
+        For the form dual; the others have the same numbers and no weights.
+        """
+        form = make_form(self.config, context.shape[-1])
+        if not isinstance(form, Dual):
+            raise ValueError(f"form is {self.config.form}, which has no weights: set form to dual.")
+        query, scale = self.query_and_scale(context)
+        return scale * jnp.asarray(form.weights(state, query))
+
+    def _latent_of(self, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens R"]:
+        return self.latent(self.norm(context)).astype(jnp.float32)
+
+
+class Writer(nnx.Module):
+    """Makes the observation of a sublayer's output: its key and importance from a latent `z = W o + b` `[R]`.
+
+    The key has unit length if the config says so. Importance is `softplus(.)`, 1 at the start; for the delta rule,
+    whose importance is a step size, it is `sigmoid(.)`, .88 at the start. Types as in `Reader`.
+    """
+
+    def __init__(self, width: int, config: DepthMemoryConfig, *, dtype: DType = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.latent = _latent(width, config.latent_dim, dtype, rngs)
+        keys = 1 if config.shared_key else config.groups
+        self.key = linear(config.latent_dim, keys * config.key_dim, (None, Axis.GROUPS), dtype=None, rngs=rngs)
+        start = 2.0 if config.write is Write.DELTA else 0.5413248546129181  # softplus(.5413) = 1
+        self.importance = _gate(config.latent_dim, config.groups, start, rngs)
+
+    def __call__(self, output: Float[Array, "*tokens D"], forgetting: Float[Array, " G"]) -> Observation:
+        """The observation of an output: key, value, forgetting and importance of every token and group."""
+        config = self.config
+        if output.ndim == 3:
+            # Left to itself, jaxlib 0.10's partitioner goes from an output whose width lies over fsdp to groups that
+            # lie over tensor by mixing up rows.
+            output = constrain(output, Axis.BATCH, Axis.TOKENS, None)
+        latent = self.latent(output).astype(jnp.float32)
+        keys = _keys(self.key(latent), 1 if config.shared_key else config.groups, config)
+        bound = jax.nn.sigmoid if config.write is Write.DELTA else jax.nn.softplus
+        return Observation(
+            key=by_group(jnp.broadcast_to(keys, (*output.shape[:-1], config.groups, config.key_dim))),
+            value=by_group(output.reshape(*output.shape[:-1], config.groups, -1)),
+            forgetting=jnp.broadcast_to(forgetting, (*output.shape[:-1], config.groups)),
+            importance=bound(self.importance(latent)),
+        )
+
+
+def by_group(x: Float[Array, "*tokens G n"]) -> Float[Array, "*tokens G n"]:
+    """The same array with its groups sharded: between a write and a read no group needs another's numbers."""
+    return constrain(x, Axis.BATCH, Axis.TOKENS, Axis.GROUPS, None) if x.ndim == 4 else x
+
+
+def shard_state(state: AnyState) -> AnyState:
+    """A first state `[B, T, ...]` sharded by batch, tokens and groups; a dual state as it is."""
+    axes = Axis.BATCH, Axis.TOKENS, Axis.GROUPS
+    grouped = lambda leaf: constrain(leaf, *axes, *(None,) * (leaf.ndim - 3))  # noqa: E731
+    match state:
+        case MemoryState():
+            return jax.tree.map(grouped, state)
+        case FusedState(memory, covariance, last_write):
+            return FusedState(constrain(memory, None, *axes), jax.tree.map(grouped, covariance), last_write)
+        case DualState():
+            return state
+
+
+def on_own_shard(
+    kernel: Callable[..., Any], memory: Float[Array, "K *tokens D"], key: Float[Array, "*tokens G K"], *others: Array
+) -> Any:
+    """`write_read` or `undo_write`, on a mesh on every device's own tokens and groups: the compiler splits no kernel.
+
+    Args:
+        kernel: of `memory`, `key` and the others; returns a memory and values.
+        memory: of all groups side by side.
+        key: by group.
+        others: keys, of the shape of `key`, and values, of the memory's without its first axis.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or key.ndim != 4:
+        return kernel(memory, key, *others)
+    rows, tokens, groups, _ = partition(key.shape, (Axis.BATCH, Axis.TOKENS, Axis.GROUPS, None), dict(mesh.shape))
+    of_memory, of_values = PartitionSpec(None, rows, tokens, groups), PartitionSpec(rows, tokens, groups)
+    of_keys = PartitionSpec(rows, tokens, groups, None)
+    of_others = (of_keys if other.ndim == key.ndim else of_values for other in others)
+    results = jax.eval_shape(kernel, memory, key, *others)
+    run = jax.shard_map(
+        kernel,
+        in_specs=(of_memory, of_keys, *of_others),
+        out_specs=(of_memory, *[of_values] * (len(results) - 1)),
+        check_vma=False,
+    )
+    return run(memory, key, *others)
+
+
+def _latent(width: int, latent_dim: int, dtype: DType, rngs: nnx.Rngs) -> nnx.Linear:
+    # The bias is random, so that layers differ in their keys and queries from the first step on.
+    normal = nnx.initializers.normal(1.0)
+    return linear(width, latent_dim, (Axis.WIDTH, None), use_bias=True, bias_init=normal, dtype=dtype, rngs=rngs)
+
+
+def _gate(latent_dim: int, groups: int, start: float, rngs: nnx.Rngs) -> nnx.Linear:
+    zeros, constant = nnx.initializers.zeros_init(), nnx.initializers.constant(start)
+    axes = (None, Axis.GROUPS)
+    return linear(latent_dim, groups, axes, use_bias=True, kernel_init=zeros, bias_init=constant, dtype=None, rngs=rngs)
+
+
+def _keys(flat: Float[Array, "*tokens GK"], groups: int, config: DepthMemoryConfig) -> Float[Array, "*tokens G K"]:
+    """Keys or queries by group, of unit length if the config says so."""
+    keys = flat.reshape(*flat.shape[:-1], groups, config.key_dim)
+    if not config.unit_keys:
+        return keys
+    return keys * jax.lax.rsqrt(jnp.sum(keys**2, axis=-1, keepdims=True) + 1e-6)  # finite slope at 0

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ldm_jax.mixers.base import MixerState, at_least_float32
-from ldm_jax.mixers.streams import StreamsLayer
-from ldm_jax.options import check_option_types
+from ldm_jax.mixers.mixer import Mixer, MixerState, Place, Stack, at_least_float32
+from ldm_jax.mixers.streams import StreamsEnds, StreamsLayer, StreamsOptions
+from ldm_jax.parameters import param
+from ldm_jax.sharding import Axis
 from ldm_jax.typing import Hidden
 
 SINKHORN_ROUNDS = 20
@@ -21,19 +22,15 @@ EPSILON = 1e-6  # of the norm over all streams
 
 
 @dataclass(frozen=True)
-class MHCConfig:
+class MHCConfig(StreamsOptions):
     """Options of the mixer mhc."""
 
-    streams: int = 4
-    """E: streams of the model's width."""
     initial_diagonal: float = 2.0
     """Logit of every stream for itself in the mixing matrix at the start, those for others being 0: our choice. With
     2 and four streams .71 of a stream stays in it."""
 
     def __post_init__(self) -> None:
-        check_option_types(self)
-        if self.streams < 1:
-            raise ValueError(f"streams is {self.streams}, but it must be at least 1.")
+        super().__post_init__()
         if not abs(self.initial_diagonal) < 8:
             raise ValueError(
                 f"initial_diagonal is {self.initial_diagonal}, but it must lie between -8 and 8: further out the "
@@ -52,14 +49,16 @@ class MHCLayer(StreamsLayer):
     whatever `b_res`.
     """
 
-    def __init__(self, width: int, config: MHCConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: MHCConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
+        del place
         streams = self.streams = config.streams
-        numbers = streams * width
+        numbers = streams * stack.width
         size = streams * (streams + 2)
-        self.phi = nnx.Param(jax.random.normal(rngs.params(), (numbers, size), jnp.float32) * numbers**-0.5)
-        self.scale = nnx.Param(jnp.full((3,), 0.01, jnp.float32))
+        phi = jax.random.normal(rngs.params(), (numbers, size), jnp.float32) * numbers**-0.5
+        self.phi = param(phi, Axis.WIDTH, None)
+        self.scale = param(jnp.full((3,), 0.01, jnp.float32))
         diagonal = config.initial_diagonal * jnp.eye(streams, dtype=jnp.float32)
-        self.bias = nnx.Param(jnp.concatenate([jnp.zeros((2 * streams,), jnp.float32), diagonal.ravel()]))
+        self.bias = param(jnp.concatenate([jnp.zeros((2 * streams,), jnp.float32), diagonal.ravel()]))
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """`H_pre x`; the state for `write` is `H_res x` and `H_post`."""
@@ -94,3 +93,6 @@ def sinkhorn(logits: Float[Array, "*batch E E"]) -> Float[Array, "*batch E E"]:
         return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True), None
 
     return jnp.exp(jax.lax.scan(scale, logits, length=SINKHORN_ROUNDS)[0])
+
+
+MIXER = Mixer("mhc", MHCConfig, MHCLayer, StreamsEnds)

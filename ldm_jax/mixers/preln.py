@@ -4,12 +4,12 @@ from typing import Any
 
 from flax import nnx
 
-from ldm_jax.mixers.base import MixerState
+from ldm_jax.mixers.mixer import Mixer, MixerOptions, MixerState
 from ldm_jax.typing import Hidden
 
 
 class PreLNLayer(nnx.Module):
-    """Reads the stream and adds to it. Nothing is learned."""
+    """Reads the stream and adds to it. It has no parameters."""
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """The stream."""
@@ -19,14 +19,14 @@ class PreLNLayer(nnx.Module):
         """The stream plus the output."""
         return state._replace(stream=state.stream + output), None
 
-    def undo(self, memory: Any, kept: None) -> Any:
-        """A memory, where another sublayer's mixer has one, is not touched."""
-        del kept
+    def undo(self, memory: Any, residual: None) -> Any:
+        """The memory, which another sublayer's mixer may have, unchanged."""
+        del residual
         return memory
 
 
 class PreLNEnds(nnx.Module):
-    """The stream starts as the embedding and is handed on as it ends. Nothing is learned."""
+    """The stream starts as the embedding and is returned as it ends. It has no parameters."""
 
     def start(self, embedding: Hidden) -> MixerState:
         """The embedding."""
@@ -35,3 +35,11 @@ class PreLNEnds(nnx.Module):
     def finish(self, state: MixerState) -> Hidden:
         """The stream."""
         return state.stream
+
+
+MIXER = Mixer(
+    "preln",
+    MixerOptions,
+    layer=lambda options, stack, place, rngs: PreLNLayer(),
+    ends=lambda options, stack, rngs: PreLNEnds(),
+)

@@ -1,142 +1,103 @@
-"""The mixers by name, and the options of each."""
+"""The depth mixers: `MIXERS` lists them, and everything else iterates over that list."""
 
+import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flax import nnx
-from jaxtyping import Array
 
 from ldm_jax.memory.depth_scan import Backward
-from ldm_jax.mixers.attnres import AttnResBlockConfig, AttnResBlockEnds, AttnResBlockLayer, AttnResEnds, AttnResLayer
-from ldm_jax.mixers.base import MixerEnds, MixerLayer
-from ldm_jax.mixers.dense import DenseFormerConfig, DenseFormerEnds, DenseFormerLayer
-from ldm_jax.mixers.depth_memory_config import Form, check_width
-from ldm_jax.mixers.hyper import HyperConfig, HyperLayer
-from ldm_jax.mixers.ldm import LDMConfig, LDMEnds, LDMLayer
-from ldm_jax.mixers.ldm_fused import FusedLDMEnds, FusedLDMLayer
-from ldm_jax.mixers.mhc import MHCConfig, MHCLayer
-from ldm_jax.mixers.preln import PreLNEnds, PreLNLayer
-from ldm_jax.mixers.streams import StreamsEnds
+from ldm_jax.mixers import attnres, attnres_block, denseformer, hc, ldm, mhc, preln
+from ldm_jax.mixers.mixer import Mixer, MixerEnds, MixerLayer, MixerOptions, Place, Stack
 from ldm_jax.options import check_option_types
-from ldm_jax.typing import DType
 
+MIXERS: tuple[Mixer, ...] = (
+    preln.MIXER,
+    ldm.MIXER,
+    attnres.MIXER,
+    attnres_block.MIXER,
+    hc.MIXER,
+    mhc.MIXER,
+    denseformer.MIXER,
+)
 
-class MixerKind(enum.StrEnum):
-    """The depth mixers."""
-
-    PRELN = "preln"
-    LDM = "ldm"
-    ATTNRES = "attnres"
-    ATTNRES_BLOCK = "attnres_block"
-    HC = "hc"
-    MHC = "mhc"
-    DENSEFORMER = "denseformer"
-
-
-MIXING = (MixerKind.HC, MixerKind.MHC)
-"""Those whose writes multiply the streams by a matrix, which undoing them would have to invert."""
-
-
-class Place(NamedTuple):
-    """Where a sublayer is: its block, counted from 0, and whether it is that block's last."""
-
-    block: int | Array
-    """May be traced: blocks are made by a `jax.vmap`."""
-    last: bool
+BY_KIND = {mixer.kind: mixer for mixer in MIXERS}
+MixerKind: Any = enum.StrEnum("MixerKind", {kind.upper(): kind for kind in BY_KIND})
 
 
 @dataclass(frozen=True)
-class MixerConfig:
-    """How layers hear of each other: a kind, and a table of options for every kind that has any."""
+class _MixerChoice:
+    """How layers use each other's outputs: a kind, and a table of options for every kind that has any."""
 
     kind: MixerKind = MixerKind.LDM
-    """Which mixer is used; the tables of the others are ignored."""
-    ldm: LDMConfig = LDMConfig()
-    attnres_block: AttnResBlockConfig = AttnResBlockConfig()
-    hc: HyperConfig = HyperConfig()
-    mhc: MHCConfig = MHCConfig()
-    denseformer: DenseFormerConfig = DenseFormerConfig()
+    """The depth mixer. The tables of the others are ignored."""
     backward: Backward | None = None
-    """What the backward pass has of a block. stored: all it needs (fastest, if there is room). recomputed: its input.
-    undone: the stream and the writes' corrections. None: undone where the mixer can, else recomputed."""
+    """What is saved for the backward pass. stored: everything it needs (fastest, if there is room). remat: every
+    block's input. reversible: the stream and the writes' residuals. None: reversible where the mixer is, else remat."""
+
+    def __post_init__(self) -> None:
+        check_option_types(self)
+        if self.backward is Backward.REVERSIBLE and self.options.irreversible is not None:
+            raise ValueError(
+                f"backward is reversible, but {self.kind} is not: {self.options.irreversible}. Set backward to remat."
+            )
 
     @property
-    def reversible(self) -> bool:
-        """Whether the mixer's writes can be undone."""
-        if self.kind is MixerKind.LDM:
-            return self.ldm.reversible
-        return self.kind not in MIXING
+    def mixer(self) -> Mixer:
+        """The registry's entry."""
+        return BY_KIND[self.kind]
+
+    @property
+    def options(self) -> MixerOptions:
+        """The table of the kind that is used."""
+        return getattr(self, self.kind, None) or self.mixer.options()
 
     @property
     def backward_or_default(self) -> Backward:
         """`backward`, or what None stands for."""
-        return self.backward or (Backward.REVERSIBLE if self.reversible else Backward.REMAT)
+        reversible = self.options.irreversible is None
+        return self.backward or (Backward.REVERSIBLE if reversible else Backward.REMAT)
 
-    def __post_init__(self) -> None:
-        check_option_types(self)
-        if self.backward is Backward.REVERSIBLE and not self.reversible:
-            what, divisor = (f"the write {self.ldm.write}", "forgetting")
-            if self.kind in MIXING:
-                what, divisor = f"the mixer {self.kind}", "a matrix that mixes streams"
-            raise ValueError(
-                f"backward is reversible, but {what} can't be undone: it would divide by {divisor}. "
-                "Set backward to remat."
-            )
+    def with_options(self, **changes: Any) -> "MixerConfig":
+        """The same with some options of the kind that is used changed."""
+        return dataclasses.replace(self, **{self.kind: dataclasses.replace(self.options, **changes)})  # pyright: ignore
 
 
-def check_mixer(config: MixerConfig, width: int) -> None:
-    """Raises ValueError unless the mixer that is used fits a stream of this width."""
-    if config.kind is MixerKind.LDM:
-        check_width(width, config.ldm)
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class MixerConfig(_MixerChoice):
+        """The choice of a mixer, with one field for each table of options."""
+
+        def __init__(
+            self, kind: Any = "ldm", backward: Backward | str | None = None, **options: MixerOptions
+        ) -> None: ...
+else:
+    MixerConfig = dataclasses.make_dataclass(
+        "MixerConfig",
+        [
+            (mixer.kind, mixer.options, dataclasses.field(default=mixer.options()))
+            for mixer in MIXERS
+            if dataclasses.fields(mixer.options)
+        ],
+        bases=(_MixerChoice,),
+        frozen=True,
+        namespace={"__doc__": _MixerChoice.__doc__, "__module__": __name__},
+    )
 
 
-def make_layer(
-    config: MixerConfig, width: int, sublayers: int, place: Place, *, dtype: DType, rngs: nnx.Rngs
-) -> MixerLayer:
-    """The mixer's part of one of `sublayers` sublayers, two for each block, in a stream of this width and compute type.
+def make_layer(config: MixerConfig, stack: Stack, place: Place, rngs: nnx.Rngs) -> MixerLayer:
+    """The mixer's part of one sublayer.
 
     Raises:
         ValueError: options that do not fit the width.
     """
-    match config.kind:
-        case MixerKind.PRELN:
-            return PreLNLayer()
-        case MixerKind.LDM:
-            layer = FusedLDMLayer if config.ldm.form is Form.FUSED else LDMLayer
-            return layer(width, sublayers, config.ldm, dtype=dtype, rngs=rngs)
-        case MixerKind.ATTNRES:
-            return AttnResLayer(width, dtype=dtype)
-        case MixerKind.ATTNRES_BLOCK:
-            return AttnResBlockLayer(width, config.attnres_block, dtype=dtype)
-        case MixerKind.HC:
-            return HyperLayer(width, 2 * place.block + place.last, config.hc, rngs=rngs)
-        case MixerKind.MHC:
-            return MHCLayer(width, config.mhc, rngs=rngs)
-        case MixerKind.DENSEFORMER:
-            return DenseFormerLayer(sublayers // 2, place.block, config.denseformer) if place.last else PreLNLayer()
+    config.options.check_width(stack.width)
+    return config.mixer.layer(config.options, stack, place, rngs)
 
 
-def make_ends(
-    config: MixerConfig, width: int, sublayers: int, *, scanned: bool, dtype: DType, rngs: nnx.Rngs
-) -> MixerEnds:
-    """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`.
-
-    Where a scan goes over the blocks (`scanned`), the state keeps its shape; otherwise it may grow.
-    """
-    match config.kind:
-        case MixerKind.PRELN:
-            return PreLNEnds()
-        case MixerKind.LDM:
-            ends = FusedLDMEnds if config.ldm.form is Form.FUSED else LDMEnds
-            return ends(width, config.ldm, scanned_sublayers=sublayers if scanned else None, dtype=dtype, rngs=rngs)
-        case MixerKind.ATTNRES:
-            return AttnResEnds(width, scanned_sublayers=sublayers if scanned else None, dtype=dtype)
-        case MixerKind.ATTNRES_BLOCK:
-            return AttnResBlockEnds(width, sublayers, config.attnres_block, dtype=dtype)
-        case MixerKind.HC:
-            return StreamsEnds(config.hc.streams)
-        case MixerKind.MHC:
-            return StreamsEnds(config.mhc.streams)
-        case MixerKind.DENSEFORMER:
-            return DenseFormerEnds(sublayers // 2 if scanned else None, config.denseformer)
+def make_ends(config: MixerConfig, stack: Stack, rngs: nnx.Rngs) -> MixerEnds:
+    """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`."""
+    config.options.check_width(stack.width)
+    return config.mixer.ends(config.options, stack, rngs)

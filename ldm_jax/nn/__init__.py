@@ -1,7 +1,16 @@
 """The transformer: thin flax modules over JAX functions."""
 
 from ldm_jax.nn.loss import target_weights
-from ldm_jax.nn.parameters import Params, count_parameters, init_params, model_graph, parts_of
+from ldm_jax.nn.parameters import Params, count_parameters, init_params, model_declarations, model_graph, parts_of
 from ldm_jax.nn.transformer import Transformer
 
-__all__ = ["Params", "Transformer", "count_parameters", "init_params", "model_graph", "parts_of", "target_weights"]
+__all__ = [
+    "Params",
+    "Transformer",
+    "count_parameters",
+    "init_params",
+    "model_declarations",
+    "model_graph",
+    "parts_of",
+    "target_weights",
+]

@@ -12,6 +12,7 @@ from ldm_jax.nn.cache import KeyValues, Places, write_key_values
 from ldm_jax.nn.initializers import branch_output
 from ldm_jax.nn.rope import rotate
 from ldm_jax.nn.softmax_attention import cudnn_attention, flash_attention, plain_attention
+from ldm_jax.parameters import linear
 from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden
 
@@ -39,10 +40,11 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, head_dim, dtype = config.width, config.head_dim, config.dtype
-        self.query = nnx.Linear(width, config.heads * head_dim, use_bias=False, dtype=dtype, rngs=rngs)
-        self.key = nnx.Linear(width, config.kv_heads_or_heads * head_dim, use_bias=False, dtype=dtype, rngs=rngs)
-        self.value = nnx.Linear(width, config.kv_heads_or_heads * head_dim, use_bias=False, dtype=dtype, rngs=rngs)
-        self.out = branch_output(config.heads * head_dim, width, config, rngs)
+        axes = Axis.WIDTH, Axis.HEADS
+        self.query = linear(width, config.heads * head_dim, axes, dtype=dtype, rngs=rngs)
+        self.key = linear(width, config.kv_heads_or_heads * head_dim, axes, dtype=dtype, rngs=rngs)
+        self.value = linear(width, config.kv_heads_or_heads * head_dim, axes, dtype=dtype, rngs=rngs)
+        self.out = branch_output(config.heads * head_dim, Axis.HEADS, config, rngs)
         norm = nnx.RMSNorm if config.qk_norm else None
         self.query_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None
         self.key_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None

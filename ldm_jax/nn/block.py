@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from ldm_jax.config import ModelConfig
-from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, make_layer
+from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, Stack, make_layer
 from ldm_jax.nn.attention import Attention, Documents
 from ldm_jax.nn.cache import KeyValues, Places
 from ldm_jax.nn.mlp import MLP
@@ -48,8 +48,8 @@ class Block(nnx.Module):
         mixer_rngs = nnx.Rngs(rngs.mixer())
 
         def sublayer(function: Callable[..., Hidden], last: bool) -> Sublayer:
-            place = Place(index, last)
-            layer = make_layer(mixer, config.width, config.sublayers, place, dtype=config.dtype, rngs=mixer_rngs)
+            stack = Stack(config.width, config.sublayers, config.dtype, config.scan)
+            layer = make_layer(mixer, stack, Place(index, last), mixer_rngs)
             return Sublayer(function, layer, config, rngs)
 
         self.attention = sublayer(Attention(config, rngs=rngs), last=False)

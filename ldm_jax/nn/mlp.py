@@ -5,6 +5,7 @@ from flax import nnx
 
 from ldm_jax.config import ModelConfig
 from ldm_jax.nn.initializers import branch_output
+from ldm_jax.parameters import linear
 from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden
 
@@ -14,9 +15,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, hidden, dtype = config.width, config.mlp_width, config.dtype
-        self.gate = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
-        self.up = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
-        self.out = branch_output(hidden, width, config, rngs)
+        self.gate = linear(width, hidden, (Axis.WIDTH, Axis.HIDDEN), dtype=dtype, rngs=rngs)
+        self.up = linear(width, hidden, (Axis.WIDTH, Axis.HIDDEN), dtype=dtype, rngs=rngs)
+        self.out = branch_output(hidden, Axis.HIDDEN, config, rngs)
 
     def __call__(self, x: Hidden) -> Hidden:
         """The MLP's output `[B, T, D]`."""

@@ -13,6 +13,7 @@ from flax import nnx
 from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import MixerConfig
 from ldm_jax.nn.transformer import Transformer
+from ldm_jax.parameters import Declarations, declarations_of
 
 Params = Any  # dict[str, Params | Float[Array, "..."]]
 
@@ -20,6 +21,12 @@ Params = Any  # dict[str, Params | Float[Array, "..."]]
 def _make(model: ModelConfig, mixer: MixerConfig, seed: int) -> Transformer:
     keys = jax.random.split(jax.random.key(seed), 3)
     return Transformer(model, mixer, rngs=nnx.Rngs(params=keys[0], blocks=keys[1], mixer=keys[2]))
+
+
+@functools.cache
+def model_declarations(model: ModelConfig, mixer: MixerConfig) -> Declarations:
+    """How the model's parameters are sharded, decay, and are optimised. Computes no parameter."""
+    return declarations_of(nnx.eval_shape(lambda: _make(model, mixer, 0)))
 
 
 @functools.cache

@@ -7,11 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from ldm_jax.config import ModelConfig, Remat
 from ldm_jax.memory.depth_scan import depth_map, depth_scan
-from ldm_jax.mixers import MixerConfig, MixerState, make_ends
+from ldm_jax.mixers import MixerConfig, MixerState, Stack, make_ends
 from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Block
 from ldm_jax.nn.cache import Cache, next_places
 from ldm_jax.nn.loss import TokenLosses, chunked_cross_entropy
+from ldm_jax.parameters import Declaration, linear
 from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden, Logits, Scalar, Tokens
 
@@ -28,15 +29,18 @@ class Transformer(nnx.Module):
         self.backward = mixer.backward_or_default
         width, dtype = config.width, config.dtype
         start = nnx.initializers.normal(width**-0.5)
-        self.embed = nnx.Embed(config.vocabulary, width, embedding_init=start, dtype=dtype, rngs=rngs)
+        table = {"declaration": Declaration((Axis.VOCABULARY, Axis.WIDTH), decays=True)}
+        self.embed = nnx.Embed(
+            config.vocabulary, width, embedding_init=start, dtype=dtype, rngs=rngs, embedding_metadata=table
+        )
         self.blocks = jax.vmap(lambda index, key: Block(config, mixer, index, rngs=nnx.Rngs(key)))(
             jnp.arange(config.depth), jax.random.split(rngs.blocks(), config.depth)
         )
         ends_rngs = nnx.Rngs(rngs.mixer())
-        self.mixer = make_ends(mixer, width, config.sublayers, scanned=config.scan, dtype=dtype, rngs=ends_rngs)
+        self.mixer = make_ends(mixer, Stack(width, config.sublayers, dtype, config.scan), ends_rngs)
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        untied = None if config.tied else nnx.Linear(width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
-        self.head = untied
+        axes = Axis.WIDTH, Axis.VOCABULARY
+        self.head = None if config.tied else linear(width, config.vocabulary, axes, muon=False, dtype=dtype, rngs=rngs)
 
     def hidden(self, tokens: Tokens, segments: Int[Array, "B T"] | None = None) -> Hidden:
         """What the head is given: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type.

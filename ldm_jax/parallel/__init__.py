@@ -10,14 +10,12 @@ from ldm_jax.parallel.agreement import (
 )
 from ldm_jax.parallel.hosts import Hosts, ending_together, join, leads
 from ldm_jax.parallel.mesh import check_mesh, make_mesh, slices_of
-from ldm_jax.parallel.placement import batch_sharding, parameter_axes, shardings
 from ldm_jax.parallel.rows import RowsHere
 
 __all__ = [
     "Hosts",
     "RowsHere",
     "StopVote",
-    "batch_sharding",
     "check_mesh",
     "code_fingerprint",
     "ending_together",
@@ -26,9 +24,7 @@ __all__ = [
     "leader_does",
     "leads",
     "make_mesh",
-    "parameter_axes",
     "require_same",
-    "shardings",
     "slices_of",
     "wait_for_all",
 ]

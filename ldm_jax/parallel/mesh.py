@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh
 
 from ldm_jax.config import AttentionImplementation, Config
 from ldm_jax.errors import UserError
-from ldm_jax.mixers import MixerKind
 from ldm_jax.nn.softmax_attention import TILE
 from ldm_jax.sharding import ALONG, Axis, MeshAxis
 
@@ -81,8 +80,8 @@ def check_mesh(config: Config, sizes: dict[MeshAxis, int]) -> None:
         (Axis.VOCABULARY, "model.vocabulary", model.vocabulary),
         (Axis.WIDTH, "model.width", model.width),
     ]
-    if config.mixer.kind is MixerKind.LDM:
-        shared.append((Axis.GROUPS, "mixer.ldm.groups", config.mixer.ldm.groups))
+    for name, (axis, size) in config.mixer.options.sharded_sizes.items():
+        shared.append((axis, f"mixer.{config.mixer.kind}.{name}", size))
     for axis, name, size in shared:
         parts = math.prod(sizes[along] for along in ALONG[axis])
         if size % parts:

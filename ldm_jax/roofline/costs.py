@@ -23,12 +23,13 @@ from ldm_jax.errors import UserError
 from ldm_jax.files import user_cache, write_atomically
 from ldm_jax.infer.generation import DecodeState, token_step
 from ldm_jax.infer.sampling import Sampling
-from ldm_jax.nn import init_params, model_graph
+from ldm_jax.nn import init_params, model_declarations, model_graph
 from ldm_jax.nn.cache import init_cache
-from ldm_jax.parallel import batch_sharding, make_mesh, shardings, slices_of
+from ldm_jax.parallel import make_mesh, slices_of
+from ldm_jax.parameters import shardings
 from ldm_jax.roofline import counts, hlo
 from ldm_jax.roofline.chips import ChipRates, chip_rates
-from ldm_jax.sharding import Axis, partition
+from ldm_jax.sharding import Axis, batch_sharding, partition
 from ldm_jax.train.step import make_train_step, state_shapes
 from ldm_jax.train.utilisation import model_flops_per_token
 
@@ -98,7 +99,7 @@ def train_step_costs(config: Config, devices: list[Any]) -> PodCosts:
     mesh = _mesh_of_all(config, devices)
     with jax.set_mesh(mesh):
         shapes = state_shapes(config)
-        state = jax.tree.map(_placed, shapes, shardings(shapes, mesh))
+        state = jax.tree.map(_placed, shapes, shardings(shapes, mesh, model_declarations(config.model, config.mixer)))
         rows = config.train.batch_size, config.data.context + 1
         tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=batch_sharding(mesh))
         batch = Batch(tokens, tokens if config.data.separate_documents else None)  # pyright: ignore[reportArgumentType]
@@ -116,7 +117,7 @@ def decode_costs(config: Config, devices: list[Any]) -> PodCosts:
     graph = model_graph(config.model, config.mixer)
     with jax.set_mesh(mesh):
         params = jax.eval_shape(lambda: init_params(config.model, config.mixer, 0))
-        placed = jax.tree.map(_placed, params, shardings(params, mesh))
+        placed = jax.tree.map(_placed, params, shardings(params, mesh, model_declarations(config.model, config.mixer)))
         state = _decode_state(config, mesh)
         lowered = token_step(graph, Sampling()).lower(placed, state)  # pyright: ignore[reportFunctionMemberAccess]
     sequences = config.train.batch_size / mesh.size

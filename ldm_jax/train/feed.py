@@ -6,7 +6,8 @@ import jax
 from jax.sharding import Mesh
 
 from ldm_jax.data import Batch, Data
-from ldm_jax.parallel import RowsHere, batch_sharding
+from ldm_jax.parallel import RowsHere
+from ldm_jax.sharding import batch_sharding
 
 
 def feed(data: Data, start: int, batch_size: int, seed: int, mesh: Mesh | None) -> Iterator[Batch]:

@@ -8,6 +8,7 @@ import optax
 from optax import contrib
 
 from ldm_jax.config import Decay, OptimizerConfig, OptimizerName, Schedule
+from ldm_jax.parameters import Declarations, declaration_at
 
 CONSISTENT_RMS = 0.2
 """Muon's updates have the size of AdamW's at the same rate (Liu et al., arXiv 2502.16982)."""
@@ -36,31 +37,47 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules([rise, after], [warmup])
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, declared: Declarations) -> optax.GradientTransformation:
     """Updates at a learning rate of 1: the caller multiplies them by the rate of the step.
 
-    The gradient's global norm is clipped first. Matrices decay; the mixer's parameters have a rate and a decay of
-    their own.
+    The gradient's global norm is clipped first. What decays, and what Muon takes, is declared where a parameter is
+    made; the mixer's parameters have a rate and a decay of their own.
     """
     decay = config.weight_decay
     mixer_decay = decay if config.mixer_weight_decay is None else config.mixer_weight_decay
     mixer_rate = optax.scale(config.mixer_learning_rate)
+    adamw = lambda decay: optax.adamw(  # noqa: E731
+        1.0, config.beta1, config.beta2, weight_decay=decay, mask=lambda params: decays(params, declared)
+    )
+
+    def label(path: tuple[Any, ...], _: Any) -> str:
+        declaration = declaration_at(path, declared)
+        muon = config.name is OptimizerName.MUON and declaration is not None and declaration.muon
+        mixer = any(part.key == "mixer" for part in path)
+        return ("mixer " if mixer else "") + ("muon" if muon else "adamw")
+
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.partition(
             {
-                "adamw": _adamw(config, decay),
+                "adamw": adamw(decay),
                 "muon": _muon(config, decay),
-                "mixer adamw": optax.chain(_adamw(config, mixer_decay), mixer_rate),
+                "mixer adamw": optax.chain(adamw(mixer_decay), mixer_rate),
                 "mixer muon": optax.chain(_muon(config, mixer_decay), mixer_rate),
             },
-            lambda params: jax.tree_util.tree_map_with_path(lambda path, _: _label(config, path), params),
+            lambda params: jax.tree_util.tree_map_with_path(label, params),
         ),
     )
 
 
-def _adamw(config: OptimizerConfig, decay: float) -> optax.GradientTransformation:
-    return optax.adamw(1.0, config.beta1, config.beta2, weight_decay=decay, mask=matrices)
+def decays(params: Any, declared: Declarations) -> Any:
+    """True for every parameter that weight decay applies to."""
+
+    def one(path: tuple[Any, ...], _: Any) -> bool:
+        declaration = declaration_at(path, declared)
+        return declaration is not None and declaration.decays
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _muon(config: OptimizerConfig, decay: float) -> optax.GradientTransformation:
@@ -74,14 +91,3 @@ def _muon(config: OptimizerConfig, decay: float) -> optax.GradientTransformation
         ),
         consistent_rms=CONSISTENT_RMS,
     )
-
-
-def _label(config: OptimizerConfig, path: Any) -> str:
-    names = [part.key for part in path]
-    by_muon = config.name is OptimizerName.MUON and names[-1] == "kernel" and names[0] != "head"
-    return ("mixer " if "mixer" in names else "") + ("muon" if by_muon else "adamw")
-
-
-def matrices(params: Any) -> Any:
-    """True for every matrix. By name: a stack of vectors has two axes, too."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)

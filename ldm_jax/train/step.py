@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Int
 
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
-from ldm_jax.nn import Params, init_params, model_graph, parts_of, target_weights
-from ldm_jax.parallel import shardings
+from ldm_jax.nn import Params, init_params, model_declarations, model_graph, parts_of, target_weights
+from ldm_jax.parameters import shardings
 from ldm_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from ldm_jax.train.spikes import LossRecord, is_spike, record
 from ldm_jax.typing import Scalar
@@ -67,7 +67,7 @@ def make_state(config: Config, mesh: Mesh | None = None) -> TrainState:
     """The state before the first update; with a mesh every device makes its own part of it."""
     if mesh is None:
         return _make_state(config)
-    places = shardings(state_shapes(config), mesh)
+    places = shardings(state_shapes(config), mesh, model_declarations(config.model, config.mixer))
     return jax.jit(lambda: _make_state(config), out_shardings=places)()
 
 
@@ -83,7 +83,11 @@ def _make_state(config: Config) -> TrainState:
     counters = zero, Skips(zero, zero), LossRecord.empty()
     # Copies: an update uses its state up, and the same array cannot be used up twice.
     step, skips, losses = jax.tree.map(jnp.copy, counters)
-    return TrainState(step, params, make_optimizer(config.optimizer).init(params), skips, losses, average)
+    return TrainState(step, params, _optimizer(config).init(params), skips, losses, average)
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+    return make_optimizer(config.optimizer, model_declarations(config.model, config.mixer))
 
 
 def make_train_step(
@@ -96,7 +100,7 @@ def make_train_step(
     With `accumulation` A the batch is computed in A parts, one after the other; loss and gradient are the batch's. Of
     windows of several documents, the targets that open a new one do not count.
     """
-    graph, optimizer = model_graph(config.model, config.mixer), make_optimizer(config.optimizer)
+    graph, optimizer = model_graph(config.model, config.mixer), _optimizer(config)
     rate_at = learning_rate_schedule(config.optimizer, config.train.steps)
 
     def part_loss(params: Params, part: Batch, targets: Scalar) -> tuple[Scalar, Scalar]:
@@ -152,7 +156,7 @@ def make_train_step(
 
     if mesh is None:
         return jax.jit(train_step, donate_argnums=0)
-    places = shardings(state_shapes(config), mesh)
+    places = shardings(state_shapes(config), mesh, model_declarations(config.model, config.mixer))
     return jax.jit(train_step, donate_argnums=0, out_shardings=(places, None))
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from ldm_jax.config import ComputeType, ModelConfig
-from ldm_jax.memory import Backward
+from ldm_jax.memory import Backward, fused
 from ldm_jax.mixers import (
     DepthMemory,
     DepthMemoryConfig,
@@ -19,11 +19,9 @@ from ldm_jax.mixers import (
     LDMConfig,
     MixerConfig,
     Place,
-    ReadInto,
+    Stack,
     Write,
-    check_mixer,
     init_memory,
-    ldm_fused,
     make_ends,
     make_layer,
 )
@@ -44,8 +42,7 @@ def loss_and_grads(config, kind):
 
 def use_the_kernels(monkeypatch):
     for name in ("write_read", "undo_write"):
-        interpreted = functools.partial(getattr(ldm_fused, name), interpret=True)
-        monkeypatch.setattr(ldm_fused, name, interpreted)
+        monkeypatch.setattr(fused, name, functools.partial(getattr(fused, name), interpret=True))
 
 
 def slow(*arguments):
@@ -57,7 +54,7 @@ def slow(*arguments):
     [
         slow("reversible", {}, {}, True),
         slow("reversible", {}, {}, False),
-        slow("remat", {"read_into": ReadInto.STREAM, "write_embedding": False}, {}, False),
+        slow("remat", {"write_embedding": False}, {}, False),
         slow("reversible", {"write": Write.SQRT_RLS}, {"scan": False}, False),
     ],
 )
@@ -80,9 +77,9 @@ def test_a_chain_of_sublayers_equals_the_recurrent_form(monkeypatch, rng, interp
     embedding = jnp.asarray(rng.normal(size=(1, 3, 128)), jnp.float32)
 
     def run(form, embedding, undo=False):
-        config, options = mixer(form), {"dtype": jnp.float32}
-        ends = make_ends(config, 128, 4, scanned=True, rngs=nnx.Rngs(9), **options)
-        layers = [make_layer(config, 128, 4, Place(0, False), rngs=nnx.Rngs(index), **options) for index in range(4)]
+        config, stack = mixer(form), Stack(128, 4, jnp.float32, scanned=True)
+        ends = make_ends(config, stack, nnx.Rngs(9))
+        layers = [make_layer(config, stack, Place(0, False), nnx.Rngs(index)) for index in range(4)]
         state = first = ends.start(embedding)
         kept = []
         for layer in layers:
@@ -106,9 +103,9 @@ def test_state_is_float32_whatever_the_compute_type():
     config = dataclasses.replace(MODEL, compute_dtype=ComputeType.BFLOAT16)
     model = nnx.merge(model_graph(config, mixer(Form.FUSED)), init_params(config, mixer(Form.FUSED), 0))
     state = jax.eval_shape(lambda tokens: model._apply_blocks(model.mixer.start(model.embed(tokens))), TOKENS)
-    memory, covariance, pending = state.memory
-    assert pending.value.dtype == state.stream.dtype == jnp.bfloat16
-    float32 = jax.tree.leaves((memory, covariance, pending.key, pending.gain))
+    memory, covariance, write = state.memory.memory, state.memory.covariance, state.memory.last_write
+    assert write.value.dtype == state.stream.dtype == jnp.bfloat16
+    float32 = jax.tree.leaves((memory, covariance, write.key, write.gain))
     assert all(leaf.dtype == jnp.float32 for leaf in float32)
 
 
@@ -122,14 +119,29 @@ def test_state_is_float32_whatever_the_compute_type():
 )
 def test_what_the_kernel_cannot_do_is_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check_mixer(MixerConfig(ldm=LDMConfig(form=Form.FUSED, **options)), 256)
+        LDMConfig(form=Form.FUSED, **options).check_width(256)
 
 
-def test_a_memory_by_itself_has_no_next_read():
+def test_a_memory_by_itself_has_the_recurrent_numbers(rng):
+    # Whether the state that a read returns is used, dropped, or the memory is written twice without a read.
+    x = jnp.asarray(rng.normal(size=(5, 2, 3, 128)), jnp.float32)
+
+    def run(form):
+        config = DepthMemoryConfig(groups=1, key_dim=2, form=form)
+        layer = DepthMemory(128, 4, config, rngs=nnx.Rngs(0))
+        state = layer.write(init_memory((2, 3), 128, config), x[0])
+        reads = [layer.read(state, x[1])]
+        state = layer.write(layer.write(state, x[1]), x[2])
+        readout, state = layer.recall(state, x[3])
+        return [*reads, readout, layer.read(layer.write(state, x[3]), x[4])]
+
+    for fused_read, expected in zip(run(Form.FUSED), run(Form.RECURRENT), strict=True):
+        np.testing.assert_allclose(fused_read, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_done_write_is_not_read_again():
     config = DepthMemoryConfig(groups=1, form=Form.FUSED)
-    with pytest.raises(ValueError, match=r"puts a write off until the next read.*set form to recurrent"):
-        init_memory((2, 3), 128, config)
     layer = DepthMemory(128, 4, config, rngs=nnx.Rngs(0))
-    state = init_memory((2, 3), 128, dataclasses.replace(config, form=Form.RECURRENT))
-    with pytest.raises(ValueError, match="set form to recurrent"):
+    _, state = layer.recall(init_memory((2, 3), 128, config), jnp.ones((2, 3, 128)))
+    with pytest.raises(ValueError, match="one read between two writes"):
         layer.read(state, jnp.ones((2, 3, 128)))

@@ -1,4 +1,4 @@
-"""The rival mixers once more, in float64 NumPy, by loops over sublayers and tokens. No JAX, nothing of the package.
+"""The baseline mixers once more, in float64 NumPy, by loops over sublayers and tokens. No JAX, nothing of the package.
 
 Each twin is `(embedding [T, D], layers, ends, functions) -> [T, D]`: what the model's final norm is given. `layers` has
 a dictionary of parameters for each sublayer, `ends` is that of the ends; `functions` are the sublayers, of one token.

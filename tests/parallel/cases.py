@@ -16,7 +16,6 @@ from ldm_jax.mixers import (
     MHCConfig,
     MixerConfig,
     MixerKind,
-    ReadInto,
     Write,
 )  # fmt: skip
 
@@ -31,7 +30,6 @@ LDM_OPTIONS = {
     "others": {
         "learned_alpha": True,
         "shared_key": True,
-        "read_into": ReadInto.STREAM,
         "write_embedding": False,
     },
 }
@@ -43,7 +41,7 @@ class Case(NamedTuple):
     """One training step, by the names of its choices: plain numbers and texts, which JSON can carry."""
 
     mixer: str = "rls"
-    """A rival, or how LDM writes."""
+    """A baseline, or how LDM writes."""
     mesh: tuple[int, int, int, int] = (2, 2, 1, 2)
     form: str = "recurrent"
     options: str = "usual"

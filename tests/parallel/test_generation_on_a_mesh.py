@@ -13,7 +13,7 @@ from eight_devices import on_eight_devices
         ["ldm", "alone"],
         pytest.param(["preln", "attnres", "attnres_block", "hc", "mhc", "denseformer"], marks=pytest.mark.slow),
     ],
-    ids=["ldm", "rivals"],
+    ids=["ldm", "baselines"],
 )
 def test_tokens_are_those_of_one_device(names):
     rows = [json.loads(line) for line in on_eight_devices("sharded_generation.py", *names).splitlines()]

@@ -1,4 +1,4 @@
-"""Hyper-Connections: several streams, from which every sublayer reads a sum and to which it writes in parts.
+"""Hyper-Connections: several streams; every sublayer reads a weighted sum of them and writes a weighted output to each.
 
 Source: Hyper-Connections, arXiv 2409.19606. Streams are `[B, T, E, D]`.
 """
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ldm_jax.mixers.base import MixerState, at_least_float32
-from ldm_jax.mixers.streams import StreamsLayer
-from ldm_jax.options import check_option_types
+from ldm_jax.mixers.mixer import Mixer, MixerState, Place, Stack, at_least_float32
+from ldm_jax.mixers.streams import StreamsEnds, StreamsLayer, StreamsOptions
+from ldm_jax.parameters import param
 from ldm_jax.typing import Hidden, Streams
 
 Coefficients = tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T E E"]]
@@ -19,18 +19,11 @@ Coefficients = tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, 
 
 
 @dataclass(frozen=True)
-class HyperConfig:
+class HyperConfig(StreamsOptions):
     """Options of the mixer hc."""
 
-    streams: int = 4
-    """E: streams of the model's width."""
     dynamic: bool = True
     """Coefficients depend on the token. Otherwise they are parameters."""
-
-    def __post_init__(self) -> None:
-        check_option_types(self)
-        if self.streams < 1:
-            raise ValueError(f"streams is {self.streams}, but it must be at least 1.")
 
 
 class HyperLayer(StreamsLayer):
@@ -43,12 +36,12 @@ class HyperLayer(StreamsLayer):
     `index` is the sublayer's number, from 0.
     """
 
-    def __init__(self, width: int, index: int | Array, config: HyperConfig, *, rngs: nnx.Rngs):
-        streams = config.streams
-        self.write_to = nnx.Param(jnp.ones((streams,), jnp.float32))
-        self.read_from = nnx.Param((jnp.arange(streams) == index % streams).astype(jnp.float32))
-        self.carry = nnx.Param(jnp.eye(streams, dtype=jnp.float32))
-        self.dynamic = DynamicCoefficients(width, streams, rngs=rngs) if config.dynamic else None
+    def __init__(self, config: HyperConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
+        streams, index = config.streams, 2 * place.block + place.last
+        self.write_to = param(jnp.ones((streams,), jnp.float32))
+        self.read_from = param((jnp.arange(streams) == index % streams).astype(jnp.float32))
+        self.carry = param(jnp.eye(streams, dtype=jnp.float32))
+        self.dynamic = DynamicCoefficients(stack.width, streams, rngs=rngs) if config.dynamic else None
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """`A_m' H`; the state for `write` is `A_r' H` and `B`."""
@@ -68,11 +61,11 @@ class DynamicCoefficients(nnx.Module):
 
     def __init__(self, width: int, streams: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.write_to = nnx.Param(jnp.zeros((width,), jnp.float32))
-        self.read_from = nnx.Param(jnp.zeros((width,), jnp.float32))
-        self.carry = nnx.Param(jnp.zeros((width, streams), jnp.float32))
-        self.write_scale = nnx.Param(jnp.full((), 0.01, jnp.float32))
-        self.carry_scale = nnx.Param(jnp.full((), 0.01, jnp.float32))
+        self.write_to = param(jnp.zeros((width,), jnp.float32))
+        self.read_from = param(jnp.zeros((width,), jnp.float32))
+        self.carry = param(jnp.zeros((width, streams), jnp.float32))
+        self.write_scale = param(jnp.full((), 0.01, jnp.float32))
+        self.carry_scale = param(jnp.full((), 0.01, jnp.float32))
 
     def __call__(self, streams: Streams) -> Coefficients:
         """Additions to `B`, `A_m` and `A_r`."""
@@ -82,3 +75,6 @@ class DynamicCoefficients(nnx.Module):
             self.carry_scale[...] * jnp.tanh(x @ self.read_from[...]),
             self.carry_scale[...] * jnp.tanh(x @ self.carry[...]),
         )
+
+
+MIXER = Mixer("hc", HyperConfig, HyperLayer, StreamsEnds)

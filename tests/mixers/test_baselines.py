@@ -1,4 +1,4 @@
-"""The rival mixers against independent twins in NumPy: values, gradients, sources, what they are at the start."""
+"""The baseline mixers against independent twins in NumPy: values, gradients, sources, what they are at the start."""
 
 import functools
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from ldm_jax.mixers import (
     MixerConfig,
     MixerKind,
     Place,
+    Stack,
     make_ends,
     make_layer,
 )
@@ -28,30 +29,32 @@ WIDTH, BLOCKS, TOKENS = 5, 3, (1, 2)
 SUBLAYERS = 2 * BLOCKS
 
 
-class Rival(NamedTuple):
+class Baseline(NamedTuple):
     config: MixerConfig
     twin: object
 
 
-RIVALS = {
-    "attnres": Rival(MixerConfig(kind=MixerKind.ATTNRES), twins.attnres),
-    "hc static": Rival(
+BASELINES = {
+    "attnres": Baseline(MixerConfig(kind=MixerKind.ATTNRES), twins.attnres),
+    "hc static": Baseline(
         MixerConfig(kind=MixerKind.HC, hc=HyperConfig(3, dynamic=False)), functools.partial(twins.hyper, streams=3)
     ),
-    "hc dynamic": Rival(MixerConfig(kind=MixerKind.HC, hc=HyperConfig(3)), functools.partial(twins.hyper, streams=3)),
-    "mhc": Rival(MixerConfig(kind=MixerKind.MHC, mhc=MHCConfig(3)), functools.partial(twins.mhc, streams=3)),
+    "hc dynamic": Baseline(
+        MixerConfig(kind=MixerKind.HC, hc=HyperConfig(3)), functools.partial(twins.hyper, streams=3)
+    ),
+    "mhc": Baseline(MixerConfig(kind=MixerKind.MHC, mhc=MHCConfig(3)), functools.partial(twins.mhc, streams=3)),
 }
 for size in (1, 2, 4, 5, 9):
-    RIVALS[f"attnres_block {size}"] = Rival(
+    BASELINES[f"attnres_block {size}"] = Baseline(
         MixerConfig(kind=MixerKind.ATTNRES_BLOCK, attnres_block=AttnResBlockConfig(size)),
         functools.partial(twins.attnres_block, block_size=size),
     )
 for dilation, period in ((1, 1), (2, 1), (1, 2), (3, 2)):
-    RIVALS[f"denseformer {dilation} {period}"] = Rival(
+    BASELINES[f"denseformer {dilation} {period}"] = Baseline(
         MixerConfig(kind=MixerKind.DENSEFORMER, denseformer=DenseFormerConfig(dilation, period)),
         functools.partial(twins.denseformer, dilation=dilation, period=period),
     )
-each_rival = pytest.mark.parametrize("rival", RIVALS.values(), ids=RIVALS.keys())
+each_baseline = pytest.mark.parametrize("baseline", BASELINES.values(), ids=BASELINES.keys())
 
 
 def make(config, scanned):
@@ -60,11 +63,11 @@ def make(config, scanned):
     def pair(block):
         rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(1), block))
         return [
-            make_layer(config, WIDTH, SUBLAYERS, Place(block, last), dtype=jnp.float64, rngs=rngs)
+            make_layer(config, Stack(WIDTH, SUBLAYERS, jnp.float64, scanned), Place(block, last), rngs)
             for last in (False, True)
         ]
 
-    ends = make_ends(config, WIDTH, SUBLAYERS, scanned=scanned, dtype=jnp.float64, rngs=nnx.Rngs(0))
+    ends = make_ends(config, Stack(WIDTH, SUBLAYERS, jnp.float64, scanned), nnx.Rngs(0))
     return jax.vmap(pair)(jnp.arange(BLOCKS)), ends
 
 
@@ -122,16 +125,16 @@ def problem(config, rng):
     return params, ends_params, functions(rng), jnp.asarray(rng.normal(size=(*TOKENS, WIDTH)))
 
 
-@each_rival
-def test_equals_its_twin_in_values_and_gradients(rng, x64, rival):
-    arguments = problem(rival.config, rng)
+@each_baseline
+def test_equals_its_twin_in_values_and_gradients(rng, x64, baseline):
+    arguments = problem(baseline.config, rng)
     weight = rng.normal(size=(*TOKENS, WIDTH))
 
     def twin(params, ends_params, matrices, embedding):
-        return rival.twin(np.asarray(embedding)[0], *as_twin(params, ends_params, matrices))[None]
+        return baseline.twin(np.asarray(embedding)[0], *as_twin(params, ends_params, matrices))[None]
 
     def loss(*arguments):
-        result = run(rival.config, *arguments, scanned=False)
+        result = run(baseline.config, *arguments, scanned=False)
         return jnp.sum(weight * result), result
 
     (_, result), grads = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arguments)
@@ -151,35 +154,35 @@ def test_equals_its_twin_in_values_and_gradients(rng, x64, rival):
 
 @pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["attnres", "attnres_block 4", "hc dynamic", "mhc", "denseformer 3 2"])
-def test_scanned_unrolled_undone_are_one(rng, x64, name, scanned):
-    rival = RIVALS[name]
-    arguments = problem(rival.config, rng)
+def test_scanned_unrolled_and_reversed_are_one(rng, x64, name, scanned):
+    baseline = BASELINES[name]
+    arguments = problem(baseline.config, rng)
 
     def grads(**options):
-        loss = lambda *arguments: jnp.sum(jnp.sin(run(rival.config, *arguments, **options)))  # noqa: E731
+        loss = lambda *arguments: jnp.sum(jnp.sin(run(baseline.config, *arguments, **options)))  # noqa: E731
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arguments)
 
-    way = Backward.REVERSIBLE if rival.config.reversible else Backward.REMAT
-    expected, actual = grads(scanned=False), grads(scanned=scanned, backward=way)
+    expected, actual = grads(scanned=False), grads(scanned=scanned, backward=baseline.config.backward_or_default)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+        # Sums of some hundred terms in another order: relative to the largest entry.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-13 * float(jnp.abs(b).max()))
 
 
-@each_rival
-def test_is_preln_at_the_start(rng, x64, rival):
+@each_baseline
+def test_is_preln_at_the_start(rng, x64, baseline):
     # Up to the norm that follows: a mean of the sources and their sum differ by a factor, and eps does not scale.
-    layers, ends = make(rival.config, True)
+    layers, ends = make(baseline.config, True)
     params, embedding, matrices = nnx.state(layers), jnp.asarray(rng.normal(size=(*TOKENS, WIDTH))), functions(rng)
     normed = lambda x: x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True))  # noqa: E731
     sublayers = as_twin(params, nnx.state(ends), matrices)[2]
     expected = twins.preln(embedding[0], None, None, sublayers)[None]
-    if rival.config.kind is MixerKind.MHC:  # with its small random phi it is near
-        result = run(rival.config, params, nnx.state(ends), matrices, embedding)
+    if baseline.config.kind is MixerKind.MHC:  # with its small random phi it is near
+        result = run(baseline.config, params, nnx.state(ends), matrices, embedding)
         np.testing.assert_allclose(normed(result), normed(expected), atol=1e-2)
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf * 0 if "phi" in jax.tree_util.keystr(path) else leaf, params
         )
-    result = run(rival.config, params, nnx.state(ends), matrices, embedding)
+    result = run(baseline.config, params, nnx.state(ends), matrices, embedding)
     np.testing.assert_allclose(normed(result), normed(expected), atol=1e-4)
 
 
@@ -200,11 +203,11 @@ AVERAGES_OF_DILATION_2 = {1: [1], 2: [2, 0], 3: [3, 1]}
 def readings(config, change=lambda params: params):
     """What every sublayer and the end are given, where the embedding is unit vector 0 and output i unit vector i."""
     width = SUBLAYERS + 1
-    ends = make_ends(config, width, SUBLAYERS, scanned=True, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    stack = Stack(width, SUBLAYERS, jnp.float32, scanned=True)
+    ends = make_ends(config, stack, nnx.Rngs(0))
     state, seen = ends.start(jnp.eye(width)[:1][None]), []
     for index in range(SUBLAYERS):
-        place = Place(index // 2, bool(index % 2))
-        layer = make_layer(config, width, SUBLAYERS, place, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        layer = make_layer(config, stack, Place(index // 2, bool(index % 2)), nnx.Rngs(0))
         graph, params = nnx.split(layer)
         layer = nnx.merge(graph, change(params))
         x, state = layer.read(state)
@@ -217,7 +220,7 @@ def readings(config, change=lambda params: params):
     ("config", "sources"),
     [
         (MixerConfig(kind=MixerKind.ATTNRES), [[[i] for i in range(reader + 1)] for reader in range(SUBLAYERS + 1)]),
-        (RIVALS["attnres_block 4"].config, SOURCES_IN_BLOCKS_OF_4),
+        (BASELINES["attnres_block 4"].config, SOURCES_IN_BLOCKS_OF_4),
     ],
     ids=["full", "block"],
 )
@@ -256,7 +259,7 @@ def test_mixing_matrices_are_doubly_stochastic_and_not_transposed(rng):
 
 @pytest.mark.parametrize("kind", [MixerKind.HC, MixerKind.MHC])
 def test_mixed_streams_cannot_be_undone(kind):
-    with pytest.raises(ValueError, match=rf"the mixer {kind} can't be undone: .*a matrix.*Set backward to remat"):
+    with pytest.raises(ValueError, match=rf"{kind}.*cannot be undone.*remat"):
         MixerConfig(kind=kind, backward=Backward.REVERSIBLE)
     assert MixerConfig(kind=kind).backward_or_default is Backward.REMAT
 

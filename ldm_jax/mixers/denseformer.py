@@ -8,25 +8,25 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
 
 from ldm_jax.memory.depth_cache import DepthCache, GrowingCache, StackedCache
-from ldm_jax.mixers.base import MixerState, at_least_float32
-from ldm_jax.options import check_option_types
+from ldm_jax.mixers.mixer import Mixer, MixerLayer, MixerOptions, MixerState, Place, Stack, at_least_float32
+from ldm_jax.mixers.preln import PreLNLayer
+from ldm_jax.parameters import param
 from ldm_jax.typing import Hidden
 
 
 @dataclass(frozen=True)
-class DenseFormerConfig:
+class DenseFormerConfig(MixerOptions):
     """Options of the mixer denseformer."""
 
     dilation: int = 1
     """k: block i averages over blocks i, i - k, i - 2k .."""
     period: int = 1
-    """p: only blocks p, 2p, .. (counted from 1) average; the others hand their output on."""
+    """p: only blocks p, 2p, .. (counted from 1) average; the others return their output unchanged."""
 
     def __post_init__(self) -> None:
-        check_option_types(self)
+        super().__post_init__()
         for name in ("dilation", "period"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1 (blocks).")
@@ -36,12 +36,12 @@ class DenseFormerLayer(nnx.Module):
     """The second sublayer of a block: `X_i = h + o`, then `h <- Y_i = sum_{j<=i} a_ij X_j`, `X_0` being the embedding.
 
     At the start `a_ii = 1` and the others 0, which is PreLN. The weights are float32. (The first sublayer of a block is
-    `PreLNLayer`.) `block` is its number, from 0; its output is `X_{block + 1}`.
+    `PreLNLayer`.) The output of block `i`, counted from 0, is `X_{i + 1}`.
     """
 
-    def __init__(self, blocks: int, block: int | Array, config: DenseFormerConfig):
+    def __init__(self, config: DenseFormerConfig, stack: Stack, place: Place):
         self.config = config
-        self.weights = nnx.Param((jnp.arange(blocks + 1) == block + 1).astype(jnp.float32))
+        self.weights = param((jnp.arange(stack.sublayers // 2 + 1) == place.block + 1).astype(jnp.float32))
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """The stream."""
@@ -61,9 +61,9 @@ class DenseFormerLayer(nnx.Module):
             stream = jax.lax.cond(averages, self._average_stacked, lambda _: newest, outputs)
         return MixerState(stream, outputs), None
 
-    def undo(self, memory: DepthCache, kept: None) -> DepthCache:
+    def undo(self, memory: DepthCache, residual: None) -> DepthCache:
         """The outputs before a write."""
-        del kept
+        del residual
         return memory.without_last()
 
     def _average_grown(self, outputs: GrowingCache) -> Hidden:
@@ -74,7 +74,7 @@ class DenseFormerLayer(nnx.Module):
         return jnp.sum(weights * at_least_float32(chosen_outputs), axis=0).astype(chosen_outputs.dtype)
 
     def _average_stacked(self, outputs: StackedCache) -> Hidden:
-        # Rows of k sources: block i looks at one column, so only that is read.
+        # Rows of k sources: block i uses one column, so only that is read.
         dilation, newest = self.config.dilation, outputs.count - 1
         length = len(outputs.entries)
         column = newest % dilation
@@ -88,12 +88,13 @@ class DenseFormerLayer(nnx.Module):
 
 
 class DenseFormerEnds(nnx.Module):
-    """The embedding is the first source; the last stream is handed on."""
+    """The embedding is the first source; the last stream is returned."""
 
-    def __init__(self, scanned_blocks: int | None, config: DenseFormerConfig):
-        dilation = config.dilation
+    def __init__(self, config: DenseFormerConfig, stack: Stack, rngs: nnx.Rngs):
+        del rngs
         # A whole number of rows of k sources: see `DenseFormerLayer`.
-        self.sources = None if scanned_blocks is None else -(-(scanned_blocks + 1) // dilation) * dilation
+        rows = -(-(stack.sublayers // 2 + 1) // config.dilation)
+        self.sources = rows * config.dilation if stack.scanned else None
 
     def start(self, embedding: Hidden) -> MixerState:
         """The embedding, as the stream and as the only source."""
@@ -103,3 +104,12 @@ class DenseFormerEnds(nnx.Module):
     def finish(self, state: MixerState) -> Hidden:
         """The stream."""
         return state.stream
+
+
+def make_layer(config: DenseFormerConfig, stack: Stack, place: Place, rngs: nnx.Rngs) -> MixerLayer:
+    """Only a block's last sublayer averages."""
+    del rngs
+    return DenseFormerLayer(config, stack, place) if place.last else PreLNLayer()
+
+
+MIXER = Mixer("denseformer", DenseFormerConfig, make_layer, DenseFormerEnds)

@@ -1,4 +1,4 @@
-"""The rivals in the model: float32 controllers under bfloat16, causal, and no memory that grows with depth squared."""
+"""The baselines in the model: float32 controllers under bfloat16, causality, memory that is linear in depth."""
 
 import dataclasses
 
@@ -13,17 +13,17 @@ from ldm_jax.mixers import AttnResBlockConfig, DenseFormerConfig, MixerConfig, M
 from ldm_jax.nn import init_params, model_graph
 from models import MODEL, tokens
 
-RIVALS = {
+BASELINES = {
     "attnres": MixerConfig(kind=MixerKind.ATTNRES),
     "attnres_block": MixerConfig(kind=MixerKind.ATTNRES_BLOCK, attnres_block=AttnResBlockConfig(3)),
     "hc": MixerConfig(kind=MixerKind.HC),
     "mhc": MixerConfig(kind=MixerKind.MHC),
     "denseformer": MixerConfig(kind=MixerKind.DENSEFORMER, denseformer=DenseFormerConfig(2, 2)),
 }
-each_rival = pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS.keys())
+each_baseline = pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES.keys())
 
 
-@each_rival
+@each_baseline
 def test_controllers_are_float32_whatever_the_compute_type(kind):
     config = dataclasses.replace(MODEL, compute_dtype=ComputeType.BFLOAT16)
     params = init_params(config, kind, 0)
@@ -40,7 +40,7 @@ def test_controllers_are_float32_whatever_the_compute_type(kind):
     assert model(tokens()).dtype == jnp.float32
 
 
-@each_rival
+@each_baseline
 def test_the_future_is_not_seen(kind):
     params = init_params(MODEL, kind, 0)
     graph = model_graph(MODEL, kind)
@@ -57,11 +57,11 @@ def test_the_future_is_not_seen(kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["attnres", *(pytest.param(name, marks=pytest.mark.slow) for name in RIVALS if name != "attnres")]
+    "name", ["attnres", *(pytest.param(name, marks=pytest.mark.slow) for name in BASELINES if name != "attnres")]
 )
 def test_memory_grows_by_as_much_with_every_block(name):
     # Whatever is saved once per layer and is as long as the depth would make the second slope twice the first.
-    kind = RIVALS[name]
+    kind = BASELINES[name]
     config = ModelConfig(width=64, heads=1, mlp_width=64, attention=AttentionImplementation.LOCAL, loss_chunk=64)
 
     def temporary_bytes(depth):
