@@ -6,7 +6,7 @@ import time
 from rich.console import Console
 
 from ldm_jax.data.documents import DocumentSource, Position
-from ldm_jax.data.preparation_folder import Progress
+from ldm_jax.data.prepared_corpus import Progress
 from ldm_jax.live_line import LiveLine
 
 SECONDS = 20.0  # from one line to the next where nothing moves
