@@ -28,7 +28,7 @@ from ldm_jax.data.prepared_corpus import (
     PARTS,
     PROGRESS_FILE,
     Manifest,
-    Progress,
+    PreparationProgress,
     ShardRecord,
     check_shards,
     read_manifest,
@@ -245,13 +245,13 @@ class PreparationDirectory:
             (self.path / PROGRESS_FILE).unlink(missing_ok=True)
         return manifest
 
-    def open(self, options: Mapping[str, Any], source: str) -> Progress:
+    def open(self, options: Mapping[str, Any], source: str) -> PreparationProgress:
         """The state to resume from. A preparation with other options that has no complete shard is replaced.
 
         Raises:
             UserError: the interrupted preparation has other options, or its source or a shard has changed.
         """
-        progress, new = self._read_progress(), Progress(json.loads(json.dumps(options)), source)
+        progress, new = self._read_progress(), PreparationProgress(json.loads(json.dumps(options)), source)
         if progress is None or (progress.shards == 0 and progress != new):
             with self.writing():
                 for file in (self.path / DESCRIPTION_FILE, *self.path.glob("*-00000.*.npy*")):
@@ -267,13 +267,15 @@ class PreparationDirectory:
         check_shards(self.path, progress.train + progress.validation)
         return progress
 
-    def _read_progress(self) -> Progress | None:
+    def _read_progress(self) -> PreparationProgress | None:
         file = self.path / PROGRESS_FILE
         if not file.exists():
             return None
         try:
             table = json.loads(file.read_text(encoding="utf-8"))
-            return Progress(**table | {part: tuple(map(ShardRecord.from_json, table[part])) for part in PARTS})
+            return PreparationProgress(
+                **table | {part: tuple(map(ShardRecord.from_json, table[part])) for part in PARTS}
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error}): use another directory, or empty this one.") from error
 
@@ -289,7 +291,7 @@ class PreparationDirectory:
         """The tokenizer that an interrupted preparation has saved. Raises UserError."""
         return load_tokenizer(self.path) if (self.path / DESCRIPTION_FILE).exists() else None
 
-    def store(self, progress: Progress) -> None:
+    def store(self, progress: PreparationProgress) -> None:
         """Writes `progress.json`. Raises UserError."""
         with self.writing():
             write_atomically(self.path / PROGRESS_FILE, json.dumps(asdict(progress)) + "\n")
@@ -305,7 +307,11 @@ class _ShardWriter:
     """Collects documents and writes a shard when it is full."""
 
     def __init__(
-        self, options: PrepareOptions, directory: PreparationDirectory, tokenizer: Tokenizer, progress: Progress
+        self,
+        options: PrepareOptions,
+        directory: PreparationDirectory,
+        tokenizer: Tokenizer,
+        progress: PreparationProgress,
     ):
         self._options, self._directory, self._tokenizer = options, directory, tokenizer
         self.progress = progress

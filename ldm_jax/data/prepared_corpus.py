@@ -65,7 +65,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationProgress:
     """The content of `progress.json`: the complete shards of an unfinished preparation, and where to resume."""
 
     options: Mapping[str, Any]
