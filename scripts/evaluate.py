@@ -19,17 +19,17 @@ class Arguments:
     """Prints loss, perplexity and bits a byte with standard errors; of a depth memory also without its reads."""
 
     run: tyro.conf.Positional[Path]
-    """Folder of the run."""
+    """Directory of the run."""
     data: tuple[str, ...] = ()
-    """Prepared corpora, each evaluated by itself. None: the held-out text of what the run was trained on."""
+    """Prepared corpora, evaluated one by one. None: the held-out text of the run's own data."""
     windows: int = 256
-    """Windows of one context each, spread evenly over the held-out text; at most as many as it has."""
+    """Number of windows, each of one context, spread evenly over the held-out text; at most as many as it has."""
     batch_size: int = 8
-    """Windows computed at a time."""
+    """Windows per batch."""
 
 
 def main() -> None:
-    """Parses and prints."""
+    """Parses the arguments, evaluates and prints."""
     arguments = parse(Arguments)
     for name in ("windows", "batch_size"):
         if getattr(arguments, name) < 1:
@@ -37,18 +37,18 @@ def main() -> None:
     run = load_run(arguments.run)
     trained_on = run.config.data
     corpora = [
-        dataclasses.replace(trained_on, corpus=None, path=None, corpora=(folder,), weights=())
-        for folder in arguments.data
+        dataclasses.replace(trained_on, corpus=None, path=None, corpora=(directory,), weights=())
+        for directory in arguments.data
     ]
     for config in corpora or [trained_on]:
-        data = load_data(config, max(run.config.model.vocabulary, 2**31))  # the tokeniser is compared instead
+        data = load_data(config, max(run.config.model.vocabulary, 2**31))  # the tokenizers are compared instead
         if data.tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise UserError(
-                f"{config.corpora[0]} has another tokenizer than the run: prepare it with --tokenizer and the "
-                "tokenizer.json of the corpus that the run was trained on, or bytes."
+                f"{config.corpora[0]} has another tokenizer than the run: prepare it with the run's tokenizer, "
+                "--tokenizer bytes or the tokenizer.json of the corpus that the run was trained on."
             )
         if not corpora and data.fingerprint != run.corpus:
-            print("note: the corpus is not the one that the run was trained on, so held-out text may have been seen")
+            print("note: the corpus has changed since the run, so the held-out text may include training text")
         windows = data.validation_windows(arguments.windows)
         evaluate = make_evaluate(run.graph, arguments.batch_size, data.bytes_per_token)
         where = f" of {' and '.join(config.corpora)}" if config.corpora else ""
@@ -59,7 +59,7 @@ def main() -> None:
         if run.config.mixer.kind is MixerKind.LDM:
             silent = evaluate(without_reads(run.params), windows)
             print(f"with all read gains at zero: {silent}")
-            worth, error = silent.less(result)
+            worth, error = silent.difference(result)
             print(f"the memory's reads are worth {worth:.4f} +- {error:.4f} nats a token to this model")
 
 

@@ -1,4 +1,4 @@
-"""Turns text into a corpus to train on: `python scripts/prepare_data.py --files "books/*.txt" --out corpora/books`."""
+"""Prepares a corpus for training: `python scripts/prepare_data.py --files "books/*.txt" --out corpora/books`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,23 +7,23 @@ from typing import Annotated
 import tyro
 
 from ldm_jax.config.command_line import parse, run_script
-from ldm_jax.data.prepare import PrepareOptions, prepare
+from ldm_jax.data.preparation import PrepareOptions, prepare
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Cuts documents into tokens and writes them in shards. Broken off, the same command goes on."""
+    """Tokenizes documents and writes them in shards. If interrupted, rerun the same command to resume."""
 
     out: Path
-    """Folder of the corpus."""
+    """Directory of the corpus."""
     options: Annotated[PrepareOptions, tyro.conf.arg(name="")]
 
 
 def main() -> None:
-    """Parses and prepares."""
+    """Parses the arguments and prepares the corpus."""
     arguments = parse(Arguments)
     prepare(arguments.options, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main, "interrupted: the same command goes on from the last whole shard.")
+    run_script(main, "interrupted: rerun the same command to resume from the last complete shard.")

@@ -16,29 +16,29 @@ from ldm_jax.train import load_run
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prints prompts and what a trained model makes of them; of a single prompt, as it comes."""
+    """Prints prompts and their continuations by a trained model. A single one is printed as it is generated."""
 
     run: tyro.conf.Positional[Path]
-    """Folder of the run."""
+    """Directory of the run."""
     prompt: tuple[str, ...] = ("def ",)
-    """Starts of texts, computed together. An empty one is the start of a document."""
+    """Prompts, which are computed as one batch. An empty one is the start of a document."""
     tokens: int = 300
-    """Most tokens that follow."""
+    """Most tokens to generate after each prompt."""
     stop: tuple[str, ...] = ()
-    """A text ends before the first of these."""
+    """Strings that end a text; they are left out."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     seed: int = 0
-    """Of the draws."""
+    """Seed of the sampling."""
 
 
 def main() -> None:
-    """Parses and prints."""
+    """Parses the arguments and prints the texts."""
     arguments = parse(Arguments)
     run = load_run(arguments.run)
     if "" in arguments.prompt and run.config.data.separate_documents:
         raise UserError(
-            "a prompt is empty, but this run was trained with data.separate_documents, and so never learned what a "
-            "document begins with: give a prompt."
+            "a prompt is empty, but this run was trained with data.separate_documents, so the model has not learned "
+            "how documents start: give a prompt with text."
         )
     try:
         pieces = complete(

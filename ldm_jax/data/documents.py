@@ -1,4 +1,4 @@
-"""Documents from files: text, JSON lines, Parquet."""
+"""Documents: where they are read from, how long texts are cut, and which documents are held out."""
 
 import glob
 import gzip
@@ -13,108 +13,125 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ldm_jax.data.split import cut
 from ldm_jax.errors import UserError
 
 BATCH_DOCUMENTS = 4096
 BATCH_CHARACTERS = 4_000_000
+SPLIT_RULE = "held out: documents whose BLAKE2b hash of 8 bytes, as a number, is below fraction * 2^64"
 
 Position = Any
-"""Where to read on: a JSON value that only the source understands. None: at the start."""
+"""Where to resume reading: a JSON value that only its source interprets. None is the start."""
+
+
+def cut(text: bytes, size: int) -> Iterator[bytes]:
+    """Cuts a text into pieces of `size` to `2 * size` bytes, each at the first line end after `size` bytes.
+
+    Where there is no line end within `2 * size` bytes, the piece has exactly `size` bytes.
+    """
+    start = 0
+    while start < len(text):
+        line_end = text.find(b"\n", start + size - 1, start + 2 * size)
+        end = line_end + 1 if line_end >= 0 else start + size
+        yield text[start:end]
+        start = end
+
+
+def content_hash(document: bytes) -> bytes:
+    """The 8-byte hash of a document that decides whether it is held out."""
+    return hashlib.blake2b(document, digest_size=8).digest()
+
+
+def is_validation(digest: bytes, fraction: float) -> bool:
+    """Whether a document with this hash is held out. A document and its copies are always in the same part."""
+    return int.from_bytes(digest) < fraction * 2**64
 
 
 class DocumentBatch(NamedTuple):
-    """Some documents in a row. An empty text stands for a row without one."""
+    """Consecutive documents. An empty text stands for a row without text."""
 
     texts: list[str]
-    """Bytes that are no UTF-8 are in them as `surrogateescape` has them."""
-    after: Position
-    """Where the next document is."""
+    """Bytes that are not valid UTF-8 are represented as by the error handler `surrogateescape`."""
+    next_position: Position
 
 
 @runtime_checkable
 class DocumentSource(Protocol):
-    """Documents in an order that does not change."""
+    """Documents in a fixed order."""
 
     fingerprint: str
-    """Of what can be known without reading it all."""
+    """Changes when the source changes, as far as that can be seen without reading all of it."""
 
     def batches(self, position: Position) -> Iterator[DocumentBatch]:
-        """All documents from a position on. From any batch's `after` on, the batches are those that follow it."""
+        """All documents from a position on. Resuming at a batch's `next_position` gives the batches that follow it."""
         ...
 
     def done(self, position: Position) -> float | None:
-        """About which part of the source lies before a position; None where that is not known."""
+        """The approximate fraction of the source before a position; None if it is unknown."""
         ...
 
     def sample(self) -> Iterator[str]:
-        """The documents for a tokenizer to be trained on the first of; in an order that does not change."""
+        """Documents to train a tokenizer on, in a fixed order."""
         ...
 
 
-def in_batches(documents: Iterable[tuple[str, Position]]) -> Iterator[DocumentBatch]:
-    """Documents, each with the position after it, as many at a time as are worth to be cut into tokens together."""
-    texts, characters = [], 0
-    after = None
-    for text, after in documents:
+def _in_batches(documents: Iterable[tuple[str, Position]]) -> Iterator[DocumentBatch]:
+    """Groups documents, each given with the position after it, into batches that are worth tokenizing in parallel."""
+    texts, characters, position = [], 0, None
+    for text, position in documents:
         texts.append(text)
         characters += len(text)
         if len(texts) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield DocumentBatch(texts, after)
+            yield DocumentBatch(texts, position)
             texts, characters = [], 0
     if texts:
-        yield DocumentBatch(texts, after)
+        yield DocumentBatch(texts, position)
 
 
 class FileSource:
-    """Documents of files, in the order of their names.
+    """Documents from files, in the order of the file names.
 
-    A row of a `.jsonl` (`.json`, `.ndjson`) or `.parquet` file is a document; of any other file the whole content.
-    `.gz` and `.zst` are unpacked.
+    Each row of a `.jsonl` (`.json`, `.ndjson`) or `.parquet` file is a document; any other file is one document. `.gz`
+    and `.zst` files are decompressed.
 
     Args:
-        patterns: paths or patterns such as `books/*.txt`; `**` goes into folders.
-        column: where JSON lines and Parquet files have the text.
-        document_bytes: text files are cut, after a line's end, into documents of about this size. None: they are whole.
+        patterns: paths, or patterns such as `books/*.txt`; `**` matches subdirectories.
+        column: name of the text column in JSON lines and Parquet files.
+        document_bytes: text files are cut at line ends into documents of about this size. None: they are not cut.
 
     Raises:
-        UserError: a pattern without a file.
+        UserError: a pattern matches no file.
     """
 
     def __init__(self, patterns: Sequence[str], column: str, document_bytes: int | None = None):
-        found = set()
+        matches = set()
         for pattern in patterns:
-            every = glob.glob(os.path.expanduser(pattern), recursive=True)
-            files = {file for file in every if os.path.isfile(file)}
+            files = {file for file in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(file)}
             if not files:
-                raise UserError(f'there is no file "{pattern}": give files, or patterns such as "books/**/*.txt".')
-            found |= files
-        self._files = [Path(file) for file in sorted(found)]
+                raise UserError(f'no file matches "{pattern}": give files, or patterns such as "books/**/*.txt".')
+            matches |= files
+        self._files = [Path(file) for file in sorted(matches)]
         self._column, self._document_bytes = column, document_bytes
         stats = [file.stat() for file in self._files]
         self._sizes = [stat.st_size for stat in stats]
         stamps = (f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(self._files, stats, strict=True))
-        known = "\n".join(stamps)
-        self.fingerprint = hashlib.blake2b(known.encode(errors="surrogateescape")).hexdigest()[:16]
+        self.fingerprint = hashlib.blake2b("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()[:16]
 
     def batches(self, position: Position) -> Iterator[DocumentBatch]:
         """All documents from a position `[file, row]` on."""
-        first, rows = position or (0, 0)
+        return _in_batches(self._documents(*(position or (0, 0))))
 
-        def located() -> Iterator[tuple[str, Position]]:
-            for number in range(first, len(self._files)):
-                start = rows if number == first else 0
-                for row, text in enumerate(islice(self._rows(self._files[number]), start, None), start):
-                    yield text, [number, row + 1]
-
-        return in_batches(located())
+    def _documents(self, first_file: int, first_row: int) -> Iterator[tuple[str, Position]]:
+        for number, file in enumerate(self._files[first_file:], first_file):
+            start = first_row if number == first_file else 0
+            for row, text in enumerate(islice(self._rows(file), start, None), start):
+                yield text, [number, row + 1]
 
     def done(self, position: Position) -> float:
-        """The part of all bytes that is in the files before the position's."""
+        """The fraction of all bytes that are in files before the position's."""
         return sum(self._sizes[: position[0]]) / max(sum(self._sizes), 1)
 
     def sample(self) -> Iterator[str]:
-        """The documents, the files in an order that has nothing to do with their names."""
+        """The documents, with the files in an order that does not depend on the sorting of their names."""
         for file in sorted(self._files, key=lambda file: hashlib.blake2b(os.fsencode(file)).digest()):
             yield from self._rows(file)
 
@@ -125,11 +142,11 @@ class FileSource:
             if kind == ".parquet":
                 yield from _parquet_rows(file, self._column)
             elif kind in (".jsonl", ".json", ".ndjson"):
-                with _unpacked(file) as lines:
+                with _open(file) as lines:
                     for number, line in enumerate(lines, 1):
                         yield _json_row(line, f"line {number} of {file}", self._column)
             else:
-                with _unpacked(file) as content:
+                with _open(file) as content:
                     text = content.read()
                 parts = [text] if self._document_bytes is None else cut(text, self._document_bytes)
                 yield from (part.decode(errors="surrogateescape") for part in parts)
@@ -137,12 +154,50 @@ class FileSource:
             raise UserError(f"{file} cannot be read: {error}.") from error
 
 
-def _unpacked(file: Path) -> io.BufferedIOBase:
+class HubSource:
+    """Rows of a data set on the Hugging Face hub, or of a local directory with the same layout, read as a stream.
+
+    Raises:
+        UserError: the library `datasets` is missing. When read: the data set cannot be opened.
+    """
+
+    def __init__(self, name: str, subset: str | None, split: str, revision: str | None, column: str):
+        self._name, self._column = name, column
+        self._load = _optional_library("datasets").load_dataset
+        self._options = {"name": subset, "split": split, "revision": revision, "streaming": True}
+        self.fingerprint = f"{name} {subset} {split} {revision}"
+
+    def batches(self, position: Position) -> Iterator[DocumentBatch]:
+        """All documents from a state of the stream on."""
+        return _in_batches(self._documents(position))
+
+    def done(self, position: Position) -> None:
+        """None: the length of a stream is unknown."""
+
+    def sample(self) -> Iterator[str]:
+        """The documents in order: drawing them from the whole stream would take as long as reading all of it."""
+        return (text for text, _ in self._documents(None))
+
+    def _documents(self, position: Position) -> Iterator[tuple[str, Position]]:
+        try:
+            rows = self._load(self._name, **self._options)
+            if position is not None:
+                rows.load_state_dict(position)
+            for row in rows:
+                yield _row_text(row, self._column, f"the data set {self._name}"), rows.state_dict()
+        except UserError:
+            raise
+        except Exception as error:  # the library raises a dozen types
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
+            raise UserError(f"the data set {self._name} cannot be read: {why}.") from error
+
+
+def _open(file: Path) -> io.BufferedIOBase:
     match file.suffix:
         case ".gz":
             return gzip.open(file)
-        case ".zst":  # Arrow, because zstandard's own reader takes the beginning of a frame for the whole
-            return io.BufferedReader(optional_library("pyarrow").input_stream(str(file), compression="zstd"))
+        case ".zst":  # by Arrow, because zstandard's reader does not detect a truncated frame
+            return io.BufferedReader(_optional_library("pyarrow").input_stream(str(file), compression="zstd"))
         case _:
             return file.open("rb")
 
@@ -153,41 +208,37 @@ def _json_row(line: bytes, where: str, column: str) -> str:
     try:
         row = json.loads(line.decode(errors="surrogateescape"))
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}.") from error
+        raise UserError(f"{where} is not valid JSON: {error}.") from error
     if not isinstance(row, dict):
-        raise UserError(f"{where} is no JSON object, but every line must be one.")
-    return text_of(row, column, where)
+        raise UserError(f"{where} is not a JSON object, but every line must be one.")
+    return _row_text(row, column, where)
 
 
 def _parquet_rows(file: Path, column: str) -> Iterator[str]:
-    parquet = optional_library("pyarrow.parquet")
+    parquet = _optional_library("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
-            text_of(dict.fromkeys(table.schema_arrow.names), column, str(file))
+            _row_text(dict.fromkeys(table.schema_arrow.names), column, str(file))
             for batch in table.iter_batches(1024, columns=[column]):
                 for row in batch.to_pylist():
-                    yield text_of(row, column, str(file))
-    except optional_library("pyarrow").ArrowException as error:
-        raise UserError(f"{file} is no Parquet file that can be read: {error}.") from error
+                    yield _row_text(row, column, str(file))
+    except _optional_library("pyarrow").ArrowException as error:
+        raise UserError(f"{file} is not a readable Parquet file: {error}.") from error
 
 
-def text_of(row: dict[str, Any], column: str, where: str) -> str:
-    """The text of a row, empty for null.
-
-    Raises:
-        UserError: the column is not there, or has something else.
-    """
+def _row_text(row: dict[str, Any], column: str, where: str) -> str:
+    """The text of a row; empty for null."""
     if column not in row:
-        there = ", ".join(row) or "none"
-        raise UserError(f'{where} has no column "{column}": name one of its columns by --column ({there}).')
+        columns = ", ".join(row) or "none"
+        raise UserError(f'{where} has no column "{column}": choose one of its columns with --column ({columns}).')
     text = row[column]
     if text is not None and not isinstance(text, str):
-        raise UserError(f'{where} has {text!r:.80} in the column "{column}", but it must be a text.')
+        raise UserError(f'{where} has {text!r:.80} in the column "{column}", but it must be a string.')
     return text or ""
 
 
-def optional_library(name: str) -> Any:
-    """A module of the extra `data`. Raises UserError where it is not installed."""
+def _optional_library(name: str) -> Any:
+    """A module of the extra `data`."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

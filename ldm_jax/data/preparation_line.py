@@ -6,7 +6,7 @@ import time
 from rich.console import Console
 
 from ldm_jax.data.documents import DocumentSource, Position
-from ldm_jax.data.preparation_folder import Progress
+from ldm_jax.data.prepared_corpus import PreparationProgress
 from ldm_jax.live_line import LiveLine
 
 SECONDS = 20.0  # from one line to the next where nothing moves
@@ -15,7 +15,7 @@ SECONDS = 20.0  # from one line to the next where nothing moves
 class PreparationLine(LiveLine):
     """Shards, tokens, tokens per second, how much is done, time left."""
 
-    def __init__(self, console: Console, before: Progress, source: DocumentSource):
+    def __init__(self, console: Console, before: PreparationProgress, source: DocumentSource):
         super().__init__(console)
         self._source = source
         self._before = _tokens(before)
@@ -27,7 +27,7 @@ class PreparationLine(LiveLine):
             self.note(f"goes on after {self._before:,} tokens")
         return super().__enter__()
 
-    def show(self, progress: Progress, waiting: int, position: Position) -> None:
+    def show(self, progress: PreparationProgress, waiting: int, position: Position) -> None:
         """How far it is: whole shards, tokens of the next one, where the source is read on."""
         now = time.monotonic()
         tokens, seconds = _tokens(progress) + waiting, max(now - self._started, 1e-3)
@@ -44,5 +44,5 @@ class PreparationLine(LiveLine):
         return 0.0 if position is None else self._source.done(position) or 0.0
 
 
-def _tokens(progress: Progress) -> int:
+def _tokens(progress: PreparationProgress) -> int:
     return sum(shard.tokens for shard in (*progress.train, *progress.validation))

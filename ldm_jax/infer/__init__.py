@@ -1,4 +1,4 @@
-"""What is done with a trained model: text and losses."""
+"""Text and losses from a trained model."""
 
 from ldm_jax.infer.completion import Completion, complete
 from ldm_jax.infer.evaluation import Evaluation, make_evaluate

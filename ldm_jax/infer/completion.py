@@ -1,4 +1,4 @@
-"""Text from a model: prompts and what follows them, as it grows."""
+"""Text from a model: prompts and their continuations, streamed."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,56 +10,62 @@ from ldm_jax.infer.generation import Graph, generate
 from ldm_jax.infer.sampling import Sampling
 
 CONTEXT = 16
-"""Tokens of the prompt that a continuation is decoded with."""
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+"""Number of prompt tokens that a continuation is decoded with."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 class Completion:
-    """The text that follows a prompt. It ends before a stop string, or where the model ends the document."""
+    """The text after a prompt, decoded token by token.
+
+    It ends before the first stop string, or where the model ends the document.
+    """
+
+    text: bytes
+    """The text so far, without a trailing part that may be the start of a stop string or of a character."""
+    finished: bool
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[bytes] = (), prompt: Sequence[int] = ()):
         self._tokenizer, self._stop = tokenizer, [word for word in stop if word]
-        # Some tokenisers leave out a space before the first token: it is not the first if the prompt stands before it.
+        # Some tokenizers drop a space before the first token, so decoding starts with tokens of the prompt.
         self._tokens = list(prompt[-CONTEXT:])
-        self._before = len(tokenizer.decode(self._tokens))
+        self._prompt_length = len(tokenizer.decode(self._tokens))
         self.text = b""
-        """What is certain so far: it is no beginning of a stop string."""
         self.finished = False
 
     def add(self, token: int) -> bytes:
-        """Takes in the next token; returns the bytes that have become certain. Once finished, it changes no more."""
+        """Appends a token; returns the bytes added to `text`. Does nothing once finished."""
         if self.finished:
             return b""
         if token == self._tokenizer.end_of_document:
             return self.finish()
         self._tokens.append(token)
-        text = self._decode()
-        places = [place for word in self._stop if (place := text.find(word)) >= 0]
-        self.finished = bool(places)
-        return self._settle(text, min(places) if places else len(text) - self._undecided(text))
+        decoded = self._decode()
+        stops = [index for word in self._stop if (index := decoded.find(word)) >= 0]
+        self.finished = bool(stops)
+        return self._extend(decoded, min(stops) if stops else len(decoded) - self._incomplete(decoded))
 
     def finish(self) -> bytes:
-        """Ends the text here; returns the bytes that were still held back."""
+        """Ends the text; returns the bytes that were held back."""
         if self.finished:
             return b""
         self.finished = True
-        text = self._decode()
-        return self._settle(text, len(text))
+        decoded = self._decode()
+        return self._extend(decoded, len(decoded))
 
     def _decode(self) -> bytes:
-        return self._tokenizer.decode(self._tokens)[self._before :]
+        return self._tokenizer.decode(self._tokens)[self._prompt_length :]
 
-    def _settle(self, text: bytes, end: int) -> bytes:
-        new = text[len(self.text) : end]
+    def _extend(self, decoded: bytes, end: int) -> bytes:
+        new = decoded[len(self.text) : end]
         self.text += new
         return new
 
-    def _undecided(self, text: bytes) -> int:
-        """Length of the longest end of the text that a stop string, or a character, may begin with."""
-        beginnings = [word[:length] for word in self._stop for length in range(1, len(word))]
-        # Of a character whose bytes are tokens, some tokenisers show one such sign for each that has come.
-        beginnings += [_UNKNOWN * number for number in range(1, 4)]
-        return max((len(start) for start in beginnings if text.endswith(start)), default=0)
+    def _incomplete(self, decoded: bytes) -> int:
+        """Length of the longest suffix that may be the start of a stop string or of a character."""
+        starts = [word[:length] for word in self._stop for length in range(1, len(word))]
+        # Some tokenizers decode each byte of an incomplete character to one replacement character.
+        starts += [REPLACEMENT * count for count in range(1, 4)]
+        return max((len(start) for start in starts if decoded.endswith(start)), default=0)
 
 
 def complete(
@@ -74,28 +80,28 @@ def complete(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> Iterator[list[bytes]]:
-    """At most `count` tokens of text after every prompt: with each token, the bytes that have become certain.
+    """Generates at most `count` tokens after every prompt; yields the new bytes of every text, once per token.
 
-    The pieces of a prompt, joined, are its text. An empty prompt is the start of a document. It ends early when all
-    texts have met a stop string, which is left out, or the end of their document.
+    The concatenated pieces of a prompt are its text. An empty prompt is the start of a document. The iterator ends
+    early when every text has reached a stop string, which is left out, or the end of its document.
 
     Raises:
-        ValueError: a count below 1, no prompt, an empty stop string; otherwise as `generate`.
+        ValueError: `count` is below 1, there is no prompt, or a stop string is empty; otherwise as for `generate`.
     """
     if count < 1:
         raise ValueError(f"the number of tokens is {count}, but it must be at least 1.")
     if not prompts:
         raise ValueError("there is no prompt: give at least one.")
     if "" in stop:
-        raise ValueError("a stop string is empty, but it needs at least one character.")
+        raise ValueError("a stop string is empty: give at least one character.")
     ids = [tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     words = [word.encode(errors="surrogateescape") for word in stop]
     texts = [Completion(tokenizer, words, prompt) for prompt in ids]
     tokens = generate(graph, params, ids, context, sampling=sampling, seed=seed)
-    return _pieces(texts, tokens, count)
+    return _stream(texts, tokens, count)
 
 
-def _pieces(texts: Sequence[Completion], tokens: Iterator[Int[np.ndarray, " B"]], count: int) -> Iterator[list[bytes]]:
+def _stream(texts: Sequence[Completion], tokens: Iterator[Int[np.ndarray, " B"]], count: int) -> Iterator[list[bytes]]:
     for _ in range(count):
         yield [text.add(int(token)) for text, token in zip(texts, next(tokens), strict=True)]
         if all(text.finished for text in texts):

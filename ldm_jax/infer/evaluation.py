@@ -1,4 +1,4 @@
-"""The loss of a model on held-out text."""
+"""The loss on held-out text."""
 
 import math
 from collections.abc import Callable
@@ -10,50 +10,50 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.data import HeldOut
+from ldm_jax.data import ValidationWindows
 from ldm_jax.nn import Transformer, target_weights
 from ldm_jax.sharding import constrain
 
 
 class Evaluation(NamedTuple):
-    """A mean over the targets of windows."""
+    """The mean loss over the targets of windows."""
 
     loss: float
     """Nats per token."""
     standard_error: float
-    """Of the loss, from its spread over windows; nats per token."""
+    """Standard error of the loss over windows, in nats per token."""
     bytes_per_token: float
-    """Of the text, on average."""
+    """Mean bytes of text per token."""
     windows: tuple[Float[np.ndarray, " windows"], Float[np.ndarray, " windows"]]
-    """Summed loss and number of targets of each, both times the window's weight."""
+    """Summed loss and number of targets of each window, both multiplied by its weight."""
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits, by byte of text."""
+        """The loss in bits per byte of text."""
         return self.loss / math.log(2) / self.bytes_per_token
 
     @property
     def perplexity(self) -> float:
-        """`exp(loss)`, by token."""
+        """`exp(loss)`, per token."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def __str__(self) -> str:
-        """All of it, with standard errors."""
-        relative = self.standard_error / self.loss  # of what is proportional to the loss
+        """Loss, perplexity and bits per byte, with standard errors."""
+        relative = self.standard_error / self.loss
         return (
             f"{self.loss:.4f} +- {self.standard_error:.4f} nats a token, perplexity {self.perplexity:.2f} +- "
             f"{self.perplexity * self.standard_error:.2f}, {self.bits_per_byte:.4f} +- "
             f"{self.bits_per_byte * relative:.4f} bits a byte"
         )
 
-    def less(self, other: "Evaluation") -> tuple[float, float]:
-        """The difference of the losses to another's on the same windows, and its standard error over windows."""
-        (own, targets), (others, _) = self.windows, other.windows
-        return _mean(own - others, targets)
+    def difference(self, other: "Evaluation") -> tuple[float, float]:
+        """The loss minus that of another evaluation on the same windows, and the standard error of the difference."""
+        (sums, targets), (other_sums, _) = self.windows, other.windows
+        return _mean(sums - other_sums, targets)
 
 
 def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " windows"]) -> tuple[float, float]:
-    """The mean by target, and its standard error from the spread over windows."""
+    """The mean per target, and its standard error over windows."""
     mean, count = float(sums.sum() / targets.sum()), len(sums)
     spread = math.sqrt(np.sum((sums - mean * targets) ** 2) * count / (count - 1)) if count > 1 else math.inf
     return mean, spread / float(targets.sum())
@@ -61,21 +61,21 @@ def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " wind
 
 def make_evaluate(
     graph: nnx.GraphDef[Transformer], batch_size: int, bytes_per_token: float = 1.0
-) -> Callable[[object, HeldOut], Evaluation]:
-    """A function of the parameters and of windows; it computes `batch_size` of them at a time."""
+) -> Callable[[object, ValidationWindows], Evaluation]:
+    """A function that evaluates parameters on windows, `batch_size` windows at a time."""
 
     @jax.jit
     def sums(
         params: object, tokens: Int[Array, "b T_and_next"], segments: Int[Array, "b T_and_next"] | None
     ) -> tuple[Float[Array, " b"], Float[Array, " b"]]:
-        inside = None if segments is None else segments[:, :-1]
-        losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], inside).cross_entropy
+        input_segments = None if segments is None else segments[:, :-1]
+        losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], input_segments).cross_entropy
         weights = target_weights(tokens, segments)
-        # Whole on every device, so that every process can read them.
+        # Replicated, so that every process can read them.
         return constrain(jnp.sum(weights * losses, axis=1), None), constrain(jnp.sum(weights, axis=1), None)
 
-    def evaluate(params: object, held_out: HeldOut) -> Evaluation:
-        windows, weights = held_out
+    def evaluate(params: object, validation: ValidationWindows) -> Evaluation:
+        windows, weights = validation
         count = len(windows.tokens)
         size = min(batch_size, count)
         padding = -count % size
@@ -84,8 +84,9 @@ def make_evaluate(
             sums(params, *jax.tree.map(lambda x, start=start: jnp.asarray(x[start : start + size]), padded))
             for start in range(0, count, size)
         ]
-        by_window = [np.concatenate(each).astype(np.float64)[:count] for each in zip(*parts, strict=True)]
-        total, targets = (weights * each for each in by_window)
-        return Evaluation(*_mean(total, targets), bytes_per_token, (total, targets))
+        losses, targets = (
+            weights * np.concatenate(arrays).astype(np.float64)[:count] for arrays in zip(*parts, strict=True)
+        )
+        return Evaluation(*_mean(losses, targets), bytes_per_token, (losses, targets))
 
     return evaluate

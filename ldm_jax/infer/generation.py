@@ -1,4 +1,4 @@
-"""Tokens from a model: prompts in chunks, then a token at a time, with a cache of keys and values."""
+"""Tokens from a model: prompts are read in chunks, then tokens are decoded one at a time with a key-value cache."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +18,15 @@ Graph = nnx.GraphDef[Transformer]
 
 
 class DecodeState(NamedTuple):
-    """All that the next token depends on."""
+    """The state of decoding between two tokens."""
 
     cache: Cache
     logits: Float[Array, "B S"]
-    """Scores of the next token."""
+    """Logits of the next token."""
     seen: Bool[Array, "B S"]
-    """Tokens that have occurred."""
+    """Which tokens have occurred in the sequence."""
     keys: Array
-    """A random key for each sequence."""
+    """One random key per sequence."""
 
 
 def generate(
@@ -39,22 +39,23 @@ def generate(
     seed: int = 0,
     chunk: int = 128,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """Endlessly, the next token of every prompt. Take as many as wanted.
+    """An endless iterator over the next token of every sequence.
 
-    A token sees itself and the `context - 1` before it, wherever they stand; of a longer prompt the last `context`
-    tokens are used. What a sequence gets does not depend on the prompts beside it, but for rounding.
+    A token attends to itself and to the `context - 1` tokens before it; only the last `context` tokens of a longer
+    prompt are used. Except for rounding, a sequence does not depend on the other prompts.
 
     Args:
-        graph: the model's structure.
-        params: its parameters.
-        prompts: of any lengths, at least one token each.
-        context: places that the cache has, such as the window that the model was trained on.
+        graph: structure of the model.
+        params: parameters of the model.
+        prompts: token sequences of any lengths, at least one token each.
+        context: number of tokens in the cache, for example the window that the model was trained on.
         sampling: how tokens are drawn.
-        seed: of the draws; below 2^32.
-        chunk: tokens of the prompts that are computed at a time.
+        seed: seed of the draws, below 2^32.
+        chunk: number of prompt tokens to compute at a time.
 
     Raises:
-        ValueError: no prompt, an empty one, a token outside the vocabulary, or a seed, context or chunk out of range.
+        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or the seed, context or
+            chunk is out of range.
     """
     next_token = token_step(graph, sampling or Sampling())
     state = read_prompts(graph, params, prompts, context, seed=seed, chunk=chunk)
@@ -72,42 +73,37 @@ def _tokens(
 def read_prompts(
     graph: Graph, params: object, prompts: Sequence[Sequence[int]], context: int, *, seed: int = 0, chunk: int = 128
 ) -> DecodeState:
-    """The state after the prompts. They end at one place; the shorter ones begin with padding, which nothing sees.
+    """The state after the prompts. Shorter prompts are padded at the start; no token attends to the padding.
 
-    Arguments and errors as in `generate`.
+    Arguments and errors are those of `generate`.
     """
     if context < 1 or chunk < 1:
-        raise ValueError(f"context is {context} and chunk {chunk}, but both must be at least 1.")
+        raise ValueError(f"context is {context} and chunk is {chunk}, but both must be at least 1.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}, but it must lie in [0, 2^32).")
     if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("a prompt is empty, but it needs at least one token.")
+        raise ValueError("a prompt is empty or missing: give at least one prompt, each with at least one token.")
     model = nnx.merge(graph, params)
     vocabulary = model.config.vocabulary
-    kept = [np.asarray(prompt, np.int32)[-context:] for prompt in prompts]
-    for prompt in kept:
-        if prompt.min() < 0 or prompt.max() >= vocabulary:
-            raise ValueError(f"a prompt has the token {prompt.max()}, but the vocabulary ends at {vocabulary - 1}.")
-    longest = max(len(prompt) for prompt in kept)
-    # Whole chunks, so that few lengths are compiled; where the cache has no room for that, a shorter chunk is first.
+    arrays = [np.asarray(prompt, np.int32)[-context:] for prompt in prompts]
+    for prompt in arrays:
+        invalid = prompt[(prompt < 0) | (prompt >= vocabulary)]
+        if invalid.size:
+            raise ValueError(f"a prompt has the token {invalid[0]}, but tokens must lie in [0, {vocabulary}).")
+    longest = max(len(prompt) for prompt in arrays)
+    # Whole chunks, so that few lengths are compiled; if the cache is too small for that, the first chunk is shorter.
     length = min(-(-longest // chunk) * chunk, context)
-    padded = np.zeros((len(kept), length), np.int32)
-    seen = np.zeros((len(kept), vocabulary), bool)
-    for row, prompt in enumerate(kept):
+    padded = np.zeros((len(arrays), length), np.int32)
+    seen = np.zeros((len(arrays), vocabulary), bool)
+    for row, prompt in enumerate(arrays):
         padded[row, length - len(prompt) :] = prompt
         seen[row, prompt] = True
-    cache = init_cache(model.config, jnp.asarray([length - len(prompt) for prompt in kept]), context)
-    read_chunk, logits = _chunk_step(graph), jnp.zeros((len(kept), vocabulary))
-    for start, end in _pieces(length, chunk):
-        logits, cache = read_chunk(params, jnp.asarray(padded[:, start:end]), cache)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(kept)))
+    cache = init_cache(model.config, jnp.asarray([length - len(prompt) for prompt in arrays]), context)
+    read_chunk, logits = _chunk_step(graph), jnp.zeros((len(arrays), vocabulary))
+    for end in range(length % chunk or chunk, length + 1, chunk):
+        logits, cache = read_chunk(params, jnp.asarray(padded[:, max(end - chunk, 0) : end]), cache)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(arrays)))
     return DecodeState(cache, logits, jnp.asarray(seen), keys)
-
-
-def _pieces(length: int, chunk: int) -> list[tuple[int, int]]:
-    """The first piece is shorter where chunks do not fill the length."""
-    ends = range(length % chunk or chunk, length + 1, chunk)
-    return [(max(end - chunk, 0), end) for end in ends]
 
 
 @functools.cache
@@ -122,7 +118,7 @@ def _chunk_step(graph: Graph) -> Callable[[object, Array, Cache], tuple[Array, C
 
 @functools.cache
 def token_step(graph: Graph, sampling: Sampling) -> Callable[[object, DecodeState], tuple[Array, DecodeState]]:
-    """The compiled step `(params, state) -> (tokens [B], state)`; the state given is used up."""
+    """The compiled step `(params, state) -> (tokens [B], state)`; the given state is donated."""
 
     def next_token(params: object, state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
         model = nnx.merge(graph, params)

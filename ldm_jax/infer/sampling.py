@@ -1,4 +1,4 @@
-"""How the next token is drawn from the model's scores."""
+"""Sampling of the next token from logits."""
 
 import math
 from dataclasses import dataclass
@@ -7,44 +7,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ldm_jax.options import check_option_types
+from ldm_jax.options import check, check_option_types
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Filters, applied in the order of the fields; the defaults let every token through."""
+    """Filters of the logits, applied in the order of the fields. The defaults allow every token."""
 
     repetition_penalty: float = 1.0
-    """What the scores of tokens that have occurred are divided by (multiplied, if negative); Keskar et al., arXiv
+    """Positive logits of tokens that have occurred are divided by this, negative ones multiplied; Keskar et al., arXiv
     1909.05858. 1: no penalty."""
     temperature: float = 0.8
-    """What scores are divided by. 0 takes the likeliest token."""
+    """Logits are divided by this. 0: greedy decoding."""
     top_k: int | None = None
-    """Only the k likeliest tokens. None: all."""
+    """Allow only the k most likely tokens. None: all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability (Holtzman et al., arXiv 1904.09751)."""
+    """Allow only the most likely tokens that together have this probability; Holtzman et al., arXiv 1904.09751."""
     min_p: float = 0.0
-    """Only tokens at least this many times as likely as the likeliest (Nguyen et al., arXiv 2407.01082)."""
+    """Allow only tokens whose probability is at least this fraction of the largest; Nguyen et al., arXiv 2407.01082."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
 
-        def check(name: str, admissible: bool, allowed: str) -> None:
-            if not admissible:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it must {allowed}.")
-
-        check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]")
-        temperature = self.temperature
-        check("temperature", temperature == 0 or 1e-4 <= temperature < math.inf, "be 0, or at least 1e-4 and finite")
-        check("top_k", self.top_k is None or self.top_k >= 1, "be at least 1")
-        check("top_p", 0 < self.top_p <= 1, "lie in (0, 1]")
-        check("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]")
+        for name, valid, allowed in (
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]"),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-4 <= self.temperature < math.inf,
+                "be 0, or finite and at least 1e-4",
+            ),
+            ("top_k", self.top_k is None or self.top_k >= 1, "be at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
+        ):
+            check(valid, f"{name} is {getattr(self, name)}, but it must {allowed}.")
 
 
 def filtered_logits(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[Array, "B S"]) -> Float[Array, "B S"]:
-    """Logits whose softmax the token is drawn from; `-inf` where a token is not let through. Float32.
+    """The float32 logits that a token is sampled from, with `-inf` for tokens that are not allowed.
 
-    Ties with the last token that top_k lets through pass, too, and the likeliest token always does.
+    Tokens that tie with the last one allowed by `top_k` are allowed, too. The most likely token is always allowed.
     """
     logits = logits.astype(jnp.float32)
     penalty = sampling.repetition_penalty
@@ -53,22 +55,23 @@ def filtered_logits(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[
     if sampling.temperature > 0:
         logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        threshold = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     if sampling.top_p < 1:
         descending = jnp.sort(logits, axis=-1, descending=True)
-        likelier = jnp.cumsum(jax.nn.softmax(descending), axis=-1) - jax.nn.softmax(descending)
-        within = (likelier < sampling.top_p).at[:, 0].set(True)
-        least = jnp.min(jnp.where(within, descending, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        probabilities = jax.nn.softmax(descending)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        within = (before < sampling.top_p).at[:, 0].set(True)
+        threshold = jnp.min(jnp.where(within, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     if sampling.min_p > 0:
-        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        threshold = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     return logits
 
 
 def draw(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[Array, "B S"], keys: Array) -> Int[Array, " B"]:
-    """A token for each sequence, by a random key of its own."""
+    """Samples one token per sequence, each with its own random key."""
     logits = filtered_logits(sampling, logits, seen)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

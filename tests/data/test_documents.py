@@ -1,4 +1,4 @@
-"""Documents: every format gives the same texts, from any position on; what is wrong is named with its place."""
+"""Documents: every format gives the same texts, from any position on; errors name the file and line."""
 
 import gzip
 import json
@@ -9,8 +9,7 @@ import pytest
 
 from corpora import words, write_lines
 from ldm_jax.data import documents
-from ldm_jax.data.documents import FileSource
-from ldm_jax.data.hub import HubSource
+from ldm_jax.data.documents import FileSource, HubSource
 from ldm_jax.errors import UserError
 
 
@@ -23,51 +22,53 @@ def zst(file, content):
         stream.write(content)
 
 
-def write(folder, kind, every):
-    """The same documents in a format."""
-    lines = write_lines(folder / "a.jsonl", every).read_bytes()
+def write(directory, kind, documents):
+    """Writes documents in a format; returns the pattern of the files."""
+    lines = write_lines(directory / "a.jsonl", documents).read_bytes()
     match kind:
         case "jsonl.gz":
-            (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]))
+            (directory / "a.jsonl.gz").write_bytes(gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]))
         case "jsonl.zst":
-            zst(folder / "a.jsonl.zst", lines)
+            zst(directory / "a.jsonl.zst", lines)
         case "parquet":
-            pq.write_table(pa.table({"id": range(len(every)), "text": every}), folder / "a.parquet", row_group_size=7)
+            pq.write_table(
+                pa.table({"id": range(len(documents)), "text": documents}), directory / "a.parquet", row_group_size=7
+            )
         case "txt" | "txt.gz":
-            for index, text in enumerate(every):
+            for index, text in enumerate(documents):
                 content = text.encode()
-                (folder / f"{index:03}.{kind}").write_bytes(gzip.compress(content) if kind == "txt.gz" else content)
-    return f"{folder}/*.{kind}"
+                (directory / f"{index:03}.{kind}").write_bytes(gzip.compress(content) if kind == "txt.gz" else content)
+    return f"{directory}/*.{kind}"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt", "txt.gz"])
 def test_every_format_from_any_position_on(tmp_path, rng, monkeypatch, kind):
-    every = [*words(rng, 40), ""]
-    source = FileSource([write(tmp_path, kind, every)], "text")
+    expected = [*words(rng, 40), ""]
+    source = FileSource([write(tmp_path, kind, expected)], "text")
     monkeypatch.setattr(documents, "BATCH_DOCUMENTS", 3)
-    assert texts(source) == every
-    assert sorted(source.sample()) == sorted(every)
+    assert texts(source) == expected
+    assert sorted(source.sample()) == sorted(expected)
     batches = list(source.batches(None))
     for number in (1, 5, len(batches)):
-        position = json.loads(json.dumps(batches[number - 1].after))
+        position = json.loads(json.dumps(batches[number - 1].next_position))
         assert list(source.batches(position)) == batches[number:]
 
 
 def test_a_data_set_from_any_position_on(tmp_path, rng, monkeypatch):
-    every = words(rng, 40)
-    for part in range(2):  # a folder that is laid out as the hub lays them out
-        pq.write_table(pa.table({"text": every[part * 20 : part * 20 + 20]}), tmp_path / f"train-{part}.parquet")
+    expected = words(rng, 40)
+    for part in range(2):  # a directory with the layout of the hub
+        pq.write_table(pa.table({"text": expected[part * 20 : part * 20 + 20]}), tmp_path / f"train-{part}.parquet")
     source = HubSource(str(tmp_path), None, "train", None, "text")
     monkeypatch.setattr(documents, "BATCH_DOCUMENTS", 3)
-    assert list(source.sample()) == every
+    assert list(source.sample()) == expected
     batches = list(source.batches(None))
-    assert [text for batch in batches for text in batch.texts] == every
+    assert [text for batch in batches for text in batch.texts] == expected
     for number in (1, 5, len(batches)):
-        position = json.loads(json.dumps(batches[number - 1].after))
+        position = json.loads(json.dumps(batches[number - 1].next_position))
         assert [batch.texts for batch in source.batches(position)] == [batch.texts for batch in batches[number:]]
-    with pytest.raises(UserError, match=r'has no column "body": name one of its columns by --column \(text\)'):
+    with pytest.raises(UserError, match=r'"body".*--column \(text\)'):
         texts(HubSource(str(tmp_path), None, "train", None, "body"))
-    with pytest.raises(UserError, match=r"the data set .* cannot be read"):
+    with pytest.raises(UserError, match="data set"):
         texts(HubSource(str(tmp_path), None, "test", None, "text"))
 
 
@@ -90,7 +91,7 @@ def test_text_keeps_every_byte(tmp_path):
     assert texts(FileSource([str(tmp_path / "a.txt")], "text"))[0].encode(errors="surrogateescape") == content
 
 
-def test_nulls_and_empty_lines_are_rows_without_text(tmp_path):
+def test_nulls_and_empty_lines_are_empty_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": null}\n\n{"text": "a", "b": [1]}\n{"b": {}, "text": ""}\n{"text": "z"}')
     assert texts(FileSource([str(tmp_path / "a.jsonl")], "text")) == ["", "", "a", "", "z"]
     pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
@@ -103,47 +104,47 @@ def whole(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "match"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{oops\n', r"line 2 of .*a\.jsonl is not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"line 2 of .*a\.jsonl is no JSON object"),
-        ("a.json", b'[\n{"text": "x"}\n]', r"line 1 of .*a\.json is not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "x"}\n', r'line 2 of .* has no column "text".*--column \(txt\)'),
-        ("a.jsonl", b'{"text": 5}\n', r'line 1 of .* has 5 in the column "text", but it must be a text'),
-        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", whole("gz")[:-9], r"a\.jsonl\.gz cannot be read: Compressed file ended before"),
-        ("a.jsonl.gz", whole("gz")[:15] + b"xxxx" + whole("gz")[19:], r"a\.jsonl\.gz cannot be read: "),
-        ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst cannot be read: ZSTD decompress failed"),
-        ("a.parquet", b"no parquet", r"a\.parquet is no Parquet file"),
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', r"line 2 of .*a\.jsonl"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"line 2 of .*a\.jsonl.*object"),
+        ("a.json", b'[\n{"text": "x"}\n]', r"line 1 of .*a\.json"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "x"}\n', r'line 2 of .*"text".*--column \(txt\)'),
+        ("a.jsonl", b'{"text": 5}\n', r'line 1 of .* 5 .*"text".*string'),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz.*gzip"),
+        ("a.jsonl.gz", whole("gz")[:-9], r"a\.jsonl\.gz.*ended"),
+        ("a.jsonl.gz", whole("gz")[:15] + b"xxxx" + whole("gz")[19:], r"a\.jsonl\.gz"),
+        ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst.*ZSTD"),
+        ("a.parquet", b"no parquet", r"a\.parquet"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, words):
+def test_unreadable_files_are_named(tmp_path, name, content, match):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=match):
         texts(FileSource([str(tmp_path / name)], "text"))
 
 
-def test_a_cut_zst_file_is_not_taken_for_a_whole_one(tmp_path, rng):
+def test_a_truncated_zst_file_is_refused(tmp_path, rng):
     file = tmp_path / "a.txt.zst"
     zst(file, rng.bytes(300_000))
     file.write_bytes(file.read_bytes()[:200_000])
-    with pytest.raises(UserError, match="cannot be read: Truncated compressed stream"):
+    with pytest.raises(UserError, match=r"a\.txt\.zst.*Truncated"):
         texts(FileSource([str(file)], "text"))
 
 
 def test_parquet_columns(tmp_path):
     pq.write_table(pa.table({"id": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
     assert texts(FileSource([str(tmp_path / "a.parquet")], "body")) == ["a", "b"]
-    with pytest.raises(UserError, match=r'a\.parquet has no column "text".*\(id, body\)'):
+    with pytest.raises(UserError, match=r'a\.parquet.*"text".*\(id, body\)'):
         texts(FileSource([str(tmp_path / "a.parquet")], "text"))
-    with pytest.raises(UserError, match='has 1 in the column "id", but it must be a text'):
+    with pytest.raises(UserError, match=r'a\.parquet has 1 .*"id".*string'):
         texts(FileSource([str(tmp_path / "a.parquet")], "id"))
     pq.write_table(pa.table({"id": []}), tmp_path / "none.parquet")
-    with pytest.raises(UserError, match=r"none\.parquet has no column"):
+    with pytest.raises(UserError, match=r'none\.parquet.*"text"'):
         texts(FileSource([str(tmp_path / "none.parquet")], "text"))
 
 
 def test_a_pattern_without_a_file_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(UserError, match=r'there is no file ".*\*\.text"'):
+    with pytest.raises(UserError, match=r'".*\*\.text"'):
         FileSource([f"{tmp_path}/*.txt", f"{tmp_path}/*.text"], "text")

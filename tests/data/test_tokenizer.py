@@ -1,4 +1,4 @@
-"""Tokenizers: text comes back to the byte, ends of documents stay out of texts, wrong files are named."""
+"""Tokenizers: decoding inverts encoding, texts contain no end-of-document token, errors name the file."""
 
 import json
 
@@ -26,19 +26,19 @@ def bpe():
 
 
 @pytest.mark.parametrize("text", HARD)
-def test_bytes_come_back(text):
+def test_bytes_round_trip(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text.encode(errors="surrogateescape")
     assert ids.dtype == np.uint8
 
 
-def test_zero_bytes_of_a_text_are_left_out():
+def test_zero_bytes_are_dropped():
     assert ByteTokenizer().decode(ByteTokenizer().encode("a\0b")) == b"ab"
 
 
 @pytest.mark.parametrize("text", HARD)
-def test_a_bpe_gives_the_text_back(bpe, text):
+def test_a_bpe_round_trips(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text.encode(errors="surrogateescape").decode(errors="replace").encode()
     assert ids.dtype == np.uint16
@@ -56,13 +56,13 @@ def test_a_sequence_may_end_inside_a_character(bpe):
         assert bpe.decode(bpe.encode(chr(byte))) == chr(byte).encode()
 
 
-def test_a_trained_bpe_is_used_and_the_same_each_time(bpe):
+def test_training_a_bpe_is_deterministic(bpe):
     assert bpe.vocabulary == 400
     assert len(bpe.encode("return def return")) < 10
     again = train_bpe(iter(words(np.random.default_rng(0), 300)), 400)
     assert again.fingerprint == bpe.fingerprint
     assert train_bpe(words(np.random.default_rng(1), 300), 400).fingerprint != bpe.fingerprint
-    with pytest.raises(UserError, match="vocabulary is 256, but a BPE has 256 bytes and an end"):
+    with pytest.raises(UserError, match=r"vocabulary is 256.* 257"):
         train_bpe(["a"], 256)
     assert train_bpe(["a \ud800 half of a pair"], 300).encode("\ud800").size
 
@@ -75,13 +75,13 @@ def test_special_tokens_in_a_text_are_text(bpe):
     assert bpe.decode([bpe.end_of_document]) == b"<|endoftext|>"
 
 
-def test_tokens_past_the_vocabulary_stand_for_nothing(bpe):
+def test_tokens_outside_the_vocabulary_have_no_bytes(bpe):
     # A model's vocabulary may be padded.
     assert bpe.decode([*bpe.encode("cat").tolist(), 400, 70_000]) == b"cat"
     assert ByteTokenizer().decode([99, 256, 511]) == b"c"
 
 
-def test_what_is_saved_is_loaded(bpe, tmp_path):
+def test_saved_tokenizers_load(bpe, tmp_path):
     for tokenizer in (bpe, ByteTokenizer()):
         tokenizer.save(tmp_path)
         again = load_tokenizer(tmp_path)
@@ -91,17 +91,17 @@ def test_what_is_saved_is_loaded(bpe, tmp_path):
 
 
 def test_a_changed_or_missing_file_is_named(bpe, tmp_path):
-    with pytest.raises(UserError, match=r"vocabulary.json describes no tokenizer"):
+    with pytest.raises(UserError, match=r"vocabulary\.json"):
         load_tokenizer(tmp_path)
     bpe.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
-    with pytest.raises(UserError, match=r"tokenizer.json is not the file that was saved"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
 def word_level(*special, **options):
-    """A tokenizer that is not byte-level, cuts texts at 2 tokens and pads them, as files for models do."""
+    """A tokenizer that is not byte-level and, like those of many models, truncates and pads texts."""
     vocabulary = {"[UNK]": 0, "cat": 1, "sat": 2, "the": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -113,7 +113,7 @@ def word_level(*special, **options):
     return tokenizer.to_str()
 
 
-def test_texts_are_neither_cut_nor_padded():
+def test_texts_are_neither_truncated_nor_padded():
     tokenizer = JsonTokenizer(word_level("</s>", special=True))
     assert tokenizer.encode("The cat sat the").tolist() == [3, 1, 2, 3]
     assert tokenizer.decode([3, 1]) == b"thecat"
@@ -121,27 +121,27 @@ def test_texts_are_neither_cut_nor_padded():
     assert token_dtype(tokenizer.vocabulary) == np.uint8
 
 
-def test_the_end_of_a_document_can_be_named(tmp_path):
+def test_the_end_of_document_token_can_be_chosen(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(word_level("<doc>", "<pad>", special=False))
-    with pytest.raises(UserError, match=r"by --end-of-document \(it has <doc>, <pad>\)"):
+    with pytest.raises(UserError, match=r"--end-of-document \(<doc>, <pad>\)"):
         read_tokenizer(file)
-    with pytest.raises(UserError, match=r"has not the special token '<dok>': name one"):
+    with pytest.raises(UserError, match=r"<dok>.*--end-of-document"):
         read_tokenizer(file, "<dok>")
     tokenizer = read_tokenizer(file, "<doc>")
     assert tokenizer.end_of_document == 4
-    assert tokenizer.encode("cat <doc> sat").tolist() == [1, 2]  # no document ends inside of one
+    assert tokenizer.encode("cat <doc> sat").tolist() == [1, 2]  # the token is dropped from texts
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).end_of_document == 4
     assert read_tokenizer(file, "<pad>").fingerprint != tokenizer.fingerprint
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe", json.dumps({"model": {}}).encode()])
-def test_what_is_no_tokenizer_is_named(tmp_path, content):
+def test_files_that_are_no_tokenizer_are_named(tmp_path, content):
     (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"t\.json (is no tokenizer|cannot be read)"):
+    with pytest.raises(UserError, match=r"t\.json"):
         read_tokenizer(tmp_path / "t.json")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=tmp_path.name):
         read_tokenizer(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Losses on held-out text: means, and standard errors over windows."""
+"""Losses on held-out text: means and standard errors over windows."""
 
 import math
 
@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from ldm_jax.config import ModelConfig
-from ldm_jax.data import Batch, HeldOut
+from ldm_jax.data import Batch, ValidationWindows
 from ldm_jax.infer import make_evaluate
 from ldm_jax.mixers import LDMConfig, MixerConfig, without_reads
 from ldm_jax.nn import init_params, model_graph
@@ -18,19 +18,26 @@ MIXER = MixerConfig(ldm=LDMConfig(groups=2, key_dim=2, latent_dim=4))
 GRAPH, PARAMS = model_graph(MODEL, MIXER), init_params(MODEL, MIXER, 0)
 
 
+evaluate = make_evaluate(GRAPH, batch_size=2, bytes_per_token=2.0)
+
+
+@jax.jit
+def log_probabilities(params, tokens):
+    return jax.nn.log_softmax(nnx.merge(GRAPH, params)(tokens))
+
+
 def window_losses(params, tokens):
-    logits = jax.jit(lambda ids: nnx.merge(GRAPH, params)(ids))(tokens[:, :-1])
-    logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    logs = np.concatenate([log_probabilities(params, window[None, :-1]) for window in tokens]).astype(np.float64)
     return -np.take_along_axis(logs, tokens[:, 1:, None], axis=-1).squeeze(-1).mean(axis=1)
 
 
-def held_out(tokens, weights=None):
-    return HeldOut(Batch(tokens, None), np.ones(len(tokens)) if weights is None else weights)
+def windows_of(tokens, weights=None):
+    return ValidationWindows(Batch(tokens, None), np.ones(len(tokens)) if weights is None else weights)
 
 
-def test_windows_count_by_their_weights(rng):
+def test_windows_are_weighted(rng):
     tokens, weights = rng.integers(0, 256, (3, 9), np.int32), np.array([0.5, 0.5, 2.0])
-    found = make_evaluate(GRAPH, 2)(PARAMS, held_out(tokens, weights))
+    found = evaluate(PARAMS, windows_of(tokens, weights))
     losses = window_losses(PARAMS, tokens)
     mean = np.sum(weights * losses) / 3
     assert found.loss == pytest.approx(mean, rel=1e-5)
@@ -38,21 +45,19 @@ def test_windows_count_by_their_weights(rng):
     assert found.standard_error == pytest.approx(error, rel=1e-3)
 
 
-def test_means_and_standard_errors_are_those_of_the_windows(rng):
-    tokens = rng.integers(0, 256, (5, 9), np.int32)  # two a time, so the last batch is filled up
-    evaluate = make_evaluate(GRAPH, 2, bytes_per_token=2.0)
-    with_reads, silent = (evaluate(params, held_out(tokens)) for params in (PARAMS, without_reads(PARAMS)))
+def test_means_and_standard_errors_over_windows(rng):
+    tokens = rng.integers(0, 256, (5, 9), np.int32)  # batches of two, so the last one is padded
+    with_reads, silent = (evaluate(params, windows_of(tokens)) for params in (PARAMS, without_reads(PARAMS)))
     expected, expected_silent = window_losses(PARAMS, tokens), window_losses(without_reads(PARAMS), tokens)
     assert with_reads.loss == pytest.approx(expected.mean(), rel=1e-5)
     assert with_reads.standard_error == pytest.approx(expected.std(ddof=1) / math.sqrt(5), rel=1e-3)
     assert with_reads.bits_per_byte == pytest.approx(expected.mean() / math.log(2) / 2, rel=1e-5)
-    difference, error = silent.less(with_reads)
+    difference, error = silent.difference(with_reads)
     paired = expected_silent - expected
     assert difference == pytest.approx(paired.mean(), abs=1e-5)
     assert error == pytest.approx(paired.std(ddof=1) / math.sqrt(5), abs=1e-5)
-    assert error < with_reads.standard_error / 2  # what both windows share is not in it
+    assert error < with_reads.standard_error / 2  # variation between windows cancels
 
 
 def test_one_window_has_no_standard_error(rng):
-    only = make_evaluate(GRAPH, 8)(PARAMS, held_out(rng.integers(0, 256, (1, 9), np.int32)))
-    assert math.isinf(only.standard_error)
+    assert math.isinf(evaluate(PARAMS, windows_of(rng.integers(0, 256, (1, 9), np.int32))).standard_error)

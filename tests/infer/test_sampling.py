@@ -1,4 +1,4 @@
-"""Filters of the next token's scores, against their definitions written out."""
+"""Filters of the logits, against their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from ldm_jax.infer.sampling import draw, filtered_logits
 
 
 def allowed(logits, seen=None, **options):
-    """The tokens that are let through, and their logits, of one sequence."""
+    """The filtered logits of one sequence, and the set of allowed tokens."""
     seen = np.zeros(len(logits), bool) if seen is None else seen
     sampling = Sampling(**{"temperature": 1.0} | options)
     found = np.asarray(filtered_logits(sampling, jnp.asarray([logits], jnp.float32), jnp.asarray([seen])))[0]
     return found, set(np.flatnonzero(np.isfinite(found)).tolist())
 
 
-def test_defaults_let_all_through():
+def test_defaults_allow_every_token():
     found, tokens = allowed([1.0, -2.0, 0.5])
     np.testing.assert_array_equal(found, [1.0, -2.0, 0.5])
     assert tokens == {0, 1, 2}
@@ -55,24 +55,24 @@ def test_draws_have_the_probabilities():
     keys = jax.random.split(jax.random.key(0), 4000)
     tokens = draw(Sampling(temperature=1.0, top_p=0.9), logits, jnp.zeros(logits.shape, bool), keys)
     shares = np.bincount(tokens, minlength=4) / 4000
-    # Of .95 that pass; a share's standard deviation is at most .008.
+    # Of the .95 that are allowed; a share's standard deviation is at most .008.
     np.testing.assert_allclose(shares, np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.03)
     assert draw(Sampling(temperature=0.0), logits, jnp.zeros(logits.shape, bool), keys).tolist() == [0] * 4000
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "match"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0, but it must be 0, or at least 1e-4 and finite"),
+        ({"temperature": -1.0}, r"temperature is -1\.0"),
         ({"temperature": 1e-40}, "temperature is 1e-40"),
-        ({"repetition_penalty": 1e39}, r"repetition_penalty is 1e\+39, but it must lie in"),
+        ({"repetition_penalty": 1e39}, r"repetition_penalty is 1e\+39"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0, but it must be at least 1"),
-        ({"top_p": 0.0}, r"top_p is 0.0, but it must lie in \(0, 1\]"),
-        ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but it must lie in"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, r"top_p is 0\.0"),
+        ({"min_p": 1.5}, r"min_p is 1\.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0\.0"),
     ],
 )
-def test_options_out_of_range(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_options_out_of_range(options, match):
+    with pytest.raises(ValueError, match=match):
         Sampling(**options)

@@ -8,7 +8,7 @@ import pytest
 
 from ldm_jax.config import DataConfig
 from ldm_jax.data import Data, load_data
-from ldm_jax.data.prepare import PrepareOptions, prepare
+from ldm_jax.data.preparation import PrepareOptions, prepare
 from ldm_jax.errors import UserError
 from ldm_jax.train.metrics import read_metrics
 from runs import assert_same_bits, make_corpus, quietly, tiny, without_memory
