@@ -58,7 +58,7 @@ class TrainConfig:
         check(where != "", "checkpoints is empty, but it must name a directory; leave it out for RUN/checkpoints.")
         check(
             where is None or "://" not in where or where.startswith(("gs://", "s3://")),
-            f"checkpoints is {where}, but a bucket must start with gs:// or s3://.",
+            f"checkpoints is {where}, but a bucket must be one of gs:// or s3://.",
         )
         check(bool(self.sample_prompt), 'sample_prompt is empty, but it must have a character, such as "\\n".')
         is_text = not any("\ud800" <= character <= "\udfff" for character in self.sample_prompt)
