@@ -30,10 +30,7 @@ def plot_comparison(rows: Sequence[MethodResult], directory: Path) -> list[Path]
     finite = [row for row in rows if np.isfinite(row.loss.mean)]
     if not finite:
         return []
-    files = [
-        _draw(directory / "curves.png", _curves, finite),
-        _draw(directory / "final_losses.png", _bars, finite),
-    ]
+    files = [_draw(directory / "curves.png", _curves, finite), _draw(directory / "final_losses.png", _bars, finite)]
     if with_costs := [row for row in finite if row.costs is not None]:
         files.append(_draw(directory / "loss_against_compute.png", _against_compute, with_costs))
     return files

@@ -87,8 +87,9 @@ def results(
 
     Costs that were measured for another config than that of the runs are left out.
     """
-    tuned = {method: _at_tuned_rate([run for run in runs if run.method == method]) for method in _names(runs)}
-    costs = {name: costs[name] for name in tuned if name in costs and _same_config(costs[name], tuned[name])}
+    hashes = {run.method: run.config_hash for run in runs}
+    tuned = {method: _at_tuned_rate([run for run in runs if run.method == method]) for method in hashes}
+    costs = {method: each for method, each in costs.items() if each.config_hash == hashes.get(method)}
     base_loss = {run.seed: run.validation_loss for run in tuned.get(baseline, ())}
     rows = []
     for method, own in tuned.items():
@@ -97,14 +98,6 @@ def results(
         differences = tuple(run.validation_loss - base_loss[run.seed] for run in own if run.seed in base_loss)
         rows.append(MethodResult(method, own, costs.get(method), ratio, differences))
     return sorted(rows, key=lambda row: row.loss.mean)
-
-
-def _names(runs: Sequence[RunResult]) -> list[str]:
-    return list(dict.fromkeys(run.method for run in runs))
-
-
-def _same_config(costs: MethodCosts, runs: Sequence[RunResult]) -> bool:
-    return costs.config_hash == runs[0].config_hash
 
 
 def _at_tuned_rate(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:
@@ -192,7 +185,7 @@ def report(directory: Path, baseline: str = BASELINE) -> None:
     runs = read_runs(directory / "runs.csv")
     if not runs:
         raise UserError(f"{directory} has no finished run: give the directory of a comparison (--out of compare.py).")
-    check_baseline(baseline, _names(runs))
+    check_baseline(baseline, dict.fromkeys(run.method for run in runs))
     rows = results(runs, read_costs(directory), baseline)
     table = markdown(rows, baseline)
     try:
