@@ -170,6 +170,7 @@ def test_runs_of_another_config_are_refused(tmp_path, trainer):
         report(directory)
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once(tmp_path):
     tiny = read_config(ROOT / "configs" / "tiny.toml")
     tiny = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, depth=1), train=TrainConfig(batch_size=1))
