@@ -1,4 +1,4 @@
-"""Recall of one layer's output from correlated keys, by write: `python scripts/retrieval.py [--out retrieval.png]`."""
+"""Measures recall of layer outputs from correlated keys for each write: `python scripts/retrieval.py`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,26 +9,26 @@ from ldm_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prints and draws the recall error against the correlation of keys: rls, delta, additive, batch solution."""
+    """Prints and plots the recall error of each write, and of the batch solution, against the keys' correlation."""
 
     layers: tuple[int, ...] = (8, 16, 48)
-    """Observations in the memory; a panel each."""
+    """Numbers of observations in the memory, one panel for each."""
     key_dim: int = 16
-    """Width of the keys."""
+    """K: width of the keys."""
     alpha: float = 1000.0
-    """One over the ridge, of rls and of the batch solution."""
+    """Inverse ridge of rls and of the batch solution."""
     correlations: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
-    """From 0, random keys, to 1, the same key for all."""
+    """Correlations of the keys, from 0 (independent keys) to 1 (equal keys)."""
     trials: int = 64
-    """Memories that an error is averaged over."""
+    """Number of memories that an error is averaged over."""
     seed: int = 0
-    """Of keys and values."""
+    """Random seed of keys and values."""
     out: Path = Path("retrieval.png")
-    """The picture; its ending says which format."""
+    """File of the plot; its suffix selects the format."""
 
 
 def main() -> None:
-    """Parses, measures, prints and draws."""
+    """Parses the arguments, measures, prints and plots."""
     arguments = parse(Arguments)
     require_matplotlib()
     from ldm_jax.compare.retrieval import Task, plot_retrieval, retrieval_errors
@@ -41,8 +41,8 @@ def main() -> None:
         except ValueError as error:
             raise UserError(str(error)) from error
         print(f"{layers} layers".ljust(16), *(f"{correlation:8g}" for correlation in arguments.correlations))
-        for method, found in errors[task].items():
-            print(f"  {method:<14}", *(f"{error:8.4f}" for error in found))
+        for method, values in errors[task].items():
+            print(f"  {method:<14}", *(f"{error:8.4f}" for error in values))
     plot_retrieval(arguments.correlations, errors, arguments.out)
     print(arguments.out)
 

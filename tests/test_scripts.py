@@ -99,7 +99,7 @@ def test_help_shows_every_field():
     assert result.returncode == 0
     for words in (
         "--model.depth INT", "--mixer.kind {preln,ldm,attnres", "--mixer.ldm.forgetting-floor", "--log.every",
-        "--optimizer.weight-decay", "{block,dots}", "Blocks; each has two sublayers", "(default: 6)",
+        "--optimizer.weight-decay", "{block,dots}", "(default: 6)",
     ):  # fmt: skip
         assert words in result.stdout, words
 

@@ -1,1 +1,1 @@
-"""Which depth mixer is better: runs at tuned rates over seeds, their costs, tables and plots."""
+"""Comparisons of depth mixers: runs at tuned learning rates over seeds, their costs, tables and plots."""

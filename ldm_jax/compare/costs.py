@@ -1,17 +1,22 @@
-"""What a method costs: parameters, flops, compiled memory, step time."""
+"""Costs of the methods of a comparison: parameters, flops, compiled memory, step time."""
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from ldm_jax.bench.timing import alternating
+from ldm_jax.compare.runs import config_hash
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
+from ldm_jax.errors import UserError
+from ldm_jax.files import write_atomically
 from ldm_jax.nn import count_parameters, init_params
 from ldm_jax.roofline.compile import compile_gradient, costs, temporary_bytes
 from ldm_jax.train.step import make_state, make_train_step
@@ -21,40 +26,62 @@ ROUNDS = 10
 
 @dataclass(frozen=True)
 class MethodCosts:
-    """Of a training step on this machine."""
+    """Costs of a method's training step on this machine."""
 
+    config_hash: str
     parameters: int
     mixer_parameters: int
     flops_per_token: float
-    """Of loss and gradient, as the compiler counts them in unrolled blocks; mHC's rounds of Sinkhorn count as one."""
+    """Of loss and gradient, as the compiler counts them for unrolled blocks; it counts mHC's Sinkhorn loop once."""
     temporary_bytes: float
-    """What loss and gradient of a batch need beside parameters and gradients."""
+    """Memory that loss and gradient of a batch need beside parameters and gradients."""
     step_seconds: float
-    """Of a training step; median over rounds in which the methods take turns."""
+    """Median over rounds in which the methods alternate."""
 
 
-def measure(configs: Mapping[str, Config], say: Callable[[str], None] = print) -> dict[str, MethodCosts]:
-    """The costs of each method. Step times are comparable with each other, not with those of another call."""
+def read_costs(directory: Path) -> dict[str, MethodCosts]:
+    """Reads `costs.json` of a comparison; empty if there is no such file. Raises UserError if it cannot be read."""
+    file = directory / "costs.json"
+    if not file.exists():
+        return {}
+    try:
+        return {method: MethodCosts(**stored) for method, stored in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({error}): delete it to measure the costs again.") from error
+
+
+def update_costs(directory: Path, methods: Mapping[str, Config], say: Callable[[str], None] = print) -> None:
+    """Measures the costs of all methods and writes `costs.json`, unless it has those of all of them already.
+
+    Step times are comparable with each other, not with those of another measurement.
+    """
+    stored = read_costs(directory)
+    if all(name in stored and stored[name].config_hash == config_hash(methods[name]) for name in methods):
+        return
     compiled = {}
-    for method, config in configs.items():
+    for method, config in methods.items():
         say(f"{method}: compiling")
         compiled[method] = _compiled_costs(config)
-    say("step times, the methods taking turns")
-    rounds = alternating([_stepper(config) for config in configs.values()], ROUNDS)
-    return {
-        method: MethodCosts(**compiled[method], step_seconds=statistics.median(seconds))
-        for method, seconds in zip(configs, rounds, strict=True)
+    say("measuring step times")
+    rounds = alternating([_stepper(config) for config in methods.values()], ROUNDS)
+    table = {
+        method: dataclasses.asdict(MethodCosts(**compiled[method], step_seconds=statistics.median(seconds)))
+        for method, seconds in zip(methods, rounds, strict=True)
     }
+    try:
+        write_atomically(directory / "costs.json", json.dumps(table, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{directory / 'costs.json'} cannot be written: {error.strerror}.") from error
 
 
 def _compiled_costs(config: Config) -> dict[str, Any]:
     counts = count_parameters(jax.eval_shape(lambda: init_params(config.model, config.mixer, 0)))
-    # A loop's body is counted once, so blocks and loss are unrolled. mHC's rounds of Sinkhorn stay a loop.
-    model = dataclasses.replace(config.model, scan=False, loss_chunk=config.train.batch_size * config.data.context)
-    unrolled = dataclasses.replace(config, model=model)
-    flops = costs(compile_gradient(unrolled, None))["flops"]
     tokens = config.train.batch_size * config.data.context
+    # The compiler counts a loop's body once, so blocks and loss are unrolled. mHC's Sinkhorn iterations stay a loop.
+    model = dataclasses.replace(config.model, scan=False, loss_chunk=tokens)
+    flops = costs(compile_gradient(dataclasses.replace(config, model=model), None))["flops"]
     return {
+        "config_hash": config_hash(config),
         "parameters": sum(counts.values()),
         "mixer_parameters": counts["mixer"],
         "flops_per_token": flops / tokens,

@@ -1,4 +1,4 @@
-"""Pictures of a comparison. Readable without colour."""
+"""Plots of a comparison, readable without colour."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,29 +8,35 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ldm_jax.compare.results import Result
+from ldm_jax.compare.results import MethodResult
 from ldm_jax.errors import UserError
 from ldm_jax.plots import LINES
 
 MARKERS = "os^vD*PXd<>p"
 
 
-def plot_comparison(rows: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes `curves.png`, `loss_against_compute.png` and `final_losses.png`; returns their paths.
+def plot_comparison(rows: Sequence[MethodResult], directory: Path) -> list[Path]:
+    """Writes `curves.png`, `final_losses.png` and, if there are costs, `loss_against_compute.png`.
+
+    Methods that diverged are left out.
+
+    Returns:
+        The paths of the plots.
 
     Raises:
-        UserError: a picture cannot be written.
+        UserError: a plot cannot be written.
     """
     matplotlib.use("agg")
     finite = [row for row in rows if np.isfinite(row.loss.mean)]
-    return [
-        _draw(folder / "curves.png", _curves, finite),
-        _draw(folder / "loss_against_compute.png", _against_compute, [row for row in finite if row.costs is not None]),
-        _draw(folder / "final_losses.png", _bars, finite),
-    ]
+    if not finite:
+        return []
+    files = [_draw(directory / "curves.png", _curves, finite), _draw(directory / "final_losses.png", _bars, finite)]
+    if with_costs := [row for row in finite if row.costs is not None]:
+        files.append(_draw(directory / "loss_against_compute.png", _against_compute, with_costs))
+    return files
 
 
-def _draw(file: Path, fill: Callable[[Axes, Sequence[Result]], None], rows: Sequence[Result]) -> Path:
+def _draw(file: Path, fill: Callable[[Axes, Sequence[MethodResult]], None], rows: Sequence[MethodResult]) -> Path:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)
@@ -38,11 +44,11 @@ def _draw(file: Path, fill: Callable[[Axes, Sequence[Result]], None], rows: Sequ
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:
-        raise UserError(f"the picture {file} cannot be written: {error}.") from error
+        raise UserError(f"the plot {file} cannot be written: {error}.") from error
     return file
 
 
-def _curves(axes: Axes, rows: Sequence[Result]) -> None:
+def _curves(axes: Axes, rows: Sequence[MethodResult]) -> None:
     for index, row in enumerate(rows):
         steps = [step for step, _ in row.runs[0].validation_curve]
         losses = np.array([[loss for _, loss in run.validation_curve] for run in row.runs])
@@ -51,34 +57,34 @@ def _curves(axes: Axes, rows: Sequence[Result]) -> None:
         axes.plot([steps[-1]] * len(losses), losses[:, -1], "_", color=f"C{index}")
         axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set(xlabel="training step", ylabel="validation loss (nats a token)")
-    axes.set_title("Validation loss: mean over seeds, the band from least to most, every seed's end")
+    axes.set_title("Validation loss: mean over seeds; bands span all seeds, dashes mark each seed's end")
     axes.legend()
 
 
-def _against_compute(axes: Axes, rows: Sequence[Result]) -> None:
+def _against_compute(axes: Axes, rows: Sequence[MethodResult]) -> None:
     for index, row in enumerate(rows):
         assert row.costs is not None
         spread = row.loss.half_width if row.loss.seeds > 1 else None
         marker = MARKERS[index % len(MARKERS)]
         x = row.costs.flops_per_token / 1e6
         axes.errorbar([x], [row.loss.mean], yerr=spread, marker=marker, color=f"C{index}", capsize=3, label=row.method)
-    axes.set_xlabel("flops of a training step (millions a token, without the optimiser)")
+    axes.set_xlabel("flops of a training step (millions a token, without the optimizer)")
     axes.set_ylabel("final validation loss (nats a token)")
     axes.set_title("Loss against compute at the same tokens; 95 % Student intervals over seeds")
     assert isinstance(axes.figure, Figure)
     axes.figure.legend(loc="outside right upper")
 
 
-def _bars(axes: Axes, rows: Sequence[Result]) -> None:
+def _bars(axes: Axes, rows: Sequence[MethodResult]) -> None:
     worst_first = list(rows)[::-1]
-    places = np.arange(len(worst_first))
+    positions = np.arange(len(worst_first))
     means = np.array([row.loss.mean for row in worst_first])
     spreads = np.array([row.loss.half_width if row.loss.seeds > 1 else 0.0 for row in worst_first])
-    axes.barh(places, means, xerr=spreads, color="0.75", edgecolor="black", capsize=4)
-    for place, row in zip(places, worst_first, strict=True):
-        axes.plot([run.validation_loss for run in row.runs], [place] * len(row.runs), "k|", markersize=12)
-    axes.set_yticks(places, [row.method for row in worst_first])
+    axes.barh(positions, means, xerr=spreads, color="0.75", edgecolor="black", capsize=4)
+    for position, row in zip(positions, worst_first, strict=True):
+        axes.plot([run.validation_loss for run in row.runs], [position] * len(row.runs), "k|", markersize=12)
+    axes.set_yticks(positions, [row.method for row in worst_first])
     margin = 0.1 * (means.max() - means.min()) + spreads.max() + 1e-3
     axes.set_xlim(means.min() - margin, means.max() + margin)
     axes.set_xlabel("final validation loss (nats a token); the axis does not start at 0")
-    axes.set_title("Final losses: mean, 95 % Student interval, and every seed")
+    axes.set_title("Final losses: mean, 95 % Student interval, and each seed")

@@ -1,106 +1,121 @@
-"""A comparison of methods: a row for each, from its finished runs and its costs; as CSV and as a Markdown table."""
+"""The table of a comparison: a row for each method, from its runs and its costs, as CSV and as Markdown."""
 
 import csv
-import dataclasses
 import io
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ldm_jax.compare.costs import MethodCosts, measure
-from ldm_jax.compare.runs import FinishedRun, make_run, read_finished
-from ldm_jax.compare.statistics import Mean, mean
-from ldm_jax.config import Config
+import numpy as np
+from scipy import stats
+
+from ldm_jax.compare.costs import MethodCosts, read_costs
+from ldm_jax.compare.runs import RunResult, read_runs
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
 BASELINE = "preln"
-"""What methods are compared with unless another is asked for."""
+"""The baseline, unless another method is given."""
+
+
+class Mean(NamedTuple):
+    """A mean over seeds with its 95 % Student interval."""
+
+    mean: float
+    half_width: float
+    """Infinite for a single value."""
+    seeds: int
+
+    @property
+    def covers_zero(self) -> bool:
+        """Whether 0 lies in the interval."""
+        return abs(self.mean) <= self.half_width
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """The mean and its interval, `mean +- t_{n-1} s / sqrt(n)`; infinite if a value is not finite."""
+    count = len(values)
+    if count < 2:
+        return Mean(float(np.mean(values)), math.inf, count)
+    if not np.all(np.isfinite(values)):
+        return Mean(math.inf, math.nan, count)
+    half_width = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count)
+    return Mean(float(np.mean(values)), float(half_width), count)
 
 
 @dataclass(frozen=True)
-class Result:
-    """A method at its tuned rate."""
+class MethodResult:
+    """A method at its tuned learning rate."""
 
     method: str
-    runs: tuple[FinishedRun, ...]
+    runs: tuple[RunResult, ...]
     """At that rate, one for each seed."""
     costs: MethodCosts | None
     step_over_baseline: float | None
-    loss: Mean
-    """Final validation loss, nats a token."""
-    difference: Mean | None
-    """To the baseline on the same seeds; None without one."""
+    """Step time over that of the baseline."""
+    differences: tuple[float, ...]
+    """Validation loss minus the baseline's, for each seed that both have."""
 
     @property
     def learning_rate(self) -> float:
         """The tuned rate."""
         return self.runs[0].learning_rate
 
+    @property
+    def loss(self) -> Mean:
+        """Final validation loss in nats a token."""
+        return mean([run.validation_loss for run in self.runs])
 
-def check_baseline(baseline: str, methods: Mapping[str, Config]) -> None:
-    """Raises UserError for a baseline that was asked for and is not there; without `preln` nothing is compared."""
-    if baseline not in methods and baseline != BASELINE:
+    @property
+    def difference(self) -> Mean | None:
+        """Mean of the differences; None if no seed has both."""
+        return mean(self.differences) if self.differences else None
+
+
+def check_baseline(baseline: str, methods: Iterable[str]) -> None:
+    """Raises UserError for a baseline that is not among the methods, unless it is the default."""
+    if baseline != BASELINE and baseline not in methods:
         raise UserError(f"the baseline is {baseline}, but there is no such method: choose from {', '.join(methods)}.")
 
 
-def method_costs(folder: Path, methods: Mapping[str, Config]) -> dict[str, MethodCosts]:
-    """The costs of the methods, measured together unless `costs.json` has them all already, from one measurement."""
-    file = folder / "costs.json"
-    hashes = {method: make_run(method, config, 0.1, 0).config_hash for method, config in methods.items()}
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    if set(hashes.values()) - set(stored):
-        stored = {hashes[method]: dataclasses.asdict(costs) for method, costs in measure(methods).items()}
-        write_atomically(file, json.dumps(stored, indent=1) + "\n")
-    return {method: MethodCosts(**stored[own]) for method, own in hashes.items()}
-
-
 def results(
-    folder: Path, methods: Mapping[str, Config], costs: Mapping[str, MethodCosts], baseline: str = BASELINE
-) -> list[Result]:
-    """A row for each method that has runs, best first. Rows of configs that have changed since are not looked at.
+    runs: Sequence[RunResult], costs: Mapping[str, MethodCosts], baseline: str = BASELINE
+) -> list[MethodResult]:
+    """A row for each method, lowest loss first. A method's rate is the best on the seed that has the most rates.
 
-    A method's rate is the best on the seed that has most rates.
+    Costs that were measured for another config than that of the runs are left out.
     """
-    finished = read_finished(folder / "runs.csv")
-    chosen = {method: _at_tuned_rate(method, config, finished) for method, config in methods.items()}
-    base_loss = {run.seed: run.validation_loss for run in chosen.get(baseline, ())}
+    hashes = {run.method: run.config_hash for run in runs}
+    tuned = {method: _at_tuned_rate([run for run in runs if run.method == method]) for method in hashes}
+    costs = {method: each for method, each in costs.items() if each.config_hash == hashes.get(method)}
+    base_loss = {run.seed: run.validation_loss for run in tuned.get(baseline, ())}
     rows = []
-    for method, runs in chosen.items():
-        if not runs:
-            continue
-        paired = [run.validation_loss - base_loss[run.seed] for run in runs if run.seed in base_loss]
-        own, base = costs.get(method), costs.get(baseline)
-        ratio = own.step_seconds / base.step_seconds if own and base else None
-        loss = mean([run.validation_loss for run in runs])
-        rows.append(Result(method, runs, own, ratio, loss, mean(paired) if paired else None))
+    for method, own in tuned.items():
+        both = method in costs and baseline in costs
+        ratio = costs[method].step_seconds / costs[baseline].step_seconds if both else None
+        differences = tuple(run.validation_loss - base_loss[run.seed] for run in own if run.seed in base_loss)
+        rows.append(MethodResult(method, own, costs.get(method), ratio, differences))
     return sorted(rows, key=lambda row: row.loss.mean)
 
 
-def _at_tuned_rate(method: str, config: Config, finished: Sequence[FinishedRun]) -> tuple[FinishedRun, ...]:
-    own = [
-        run
-        for run in finished
-        if run.method == method and run.config_hash == make_run(method, config, run.learning_rate, run.seed).config_hash
-    ]
-    if not own:
-        return ()
-    seeds = [run.seed for run in own]
+def _at_tuned_rate(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:
+    seeds = [run.seed for run in runs]
     tuning = max(dict.fromkeys(sorted(seeds)), key=seeds.count)
-    best = min((run for run in own if run.seed == tuning), key=lambda run: run.validation_loss).learning_rate
-    return tuple(sorted((run for run in own if run.learning_rate == best), key=lambda run: run.seed))
+    best = min((run for run in runs if run.seed == tuning), key=lambda run: run.validation_loss).learning_rate
+    return tuple(sorted((run for run in runs if run.learning_rate == best), key=lambda run: run.seed))
 
 
 _COLUMNS = (
     "method", "parameters", "mixer_parameters", "flops_per_token", "temporary_bytes", "step_over_baseline",
     "learning_rate", "seeds", "validation_loss", "validation_loss_half_width", "difference", "difference_half_width",
+    "differences",
 )  # fmt: skip
 
 
-def write_csv(rows: Sequence[Result], file: Path) -> None:
-    """Every figure of every method; half widths are those of 95 % Student intervals over seeds."""
+def write_csv(rows: Sequence[MethodResult], file: Path) -> None:
+    """Writes every figure of every method; half widths are those of 95 % Student intervals over seeds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -113,15 +128,17 @@ def write_csv(rows: Sequence[Result], file: Path) -> None:
         )
         seeds = " ".join(str(run.seed) for run in row.runs)
         figures = (*row.loss[:2], *(difference[:2] if difference else ("", "")))
-        writer.writerow([row.method, *sizes, row.step_over_baseline or "", row.learning_rate, seeds, *figures])
+        differences = " ".join(f"{each:+.6f}" for each in row.differences)
+        ratio = row.step_over_baseline or ""
+        writer.writerow([row.method, *sizes, ratio, row.learning_rate, seeds, *figures, differences])
     write_atomically(file, text.getvalue())
 
 
-def markdown(rows: Sequence[Result], baseline: str = BASELINE) -> str:
-    """The table for people."""
+def markdown(rows: Sequence[MethodResult], baseline: str = BASELINE) -> str:
+    """The table in Markdown, with a legend."""
     lines = [
         f"| method | parameters (mixer) | kflop a token | memory, MiB | step / {baseline} | rate | seeds | "
-        f"validation loss | less {baseline}, same seeds |",
+        f"validation loss | minus {baseline}, same seeds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -141,10 +158,10 @@ def markdown(rows: Sequence[Result], baseline: str = BASELINE) -> str:
 
 
 LEGEND = """
-Loss: final, on held-out text, nats a token; mean over seeds and 95 % Student interval. The rate was chosen on the first
-seed, whose loss is therefore the least of several. Flops and memory: of loss and gradient, without the optimiser;
-memory beside parameters and gradients; mHC's rounds of Sinkhorn count as one. Step: of a whole training step, the
-methods taking turns on this machine.
+Loss: final loss on held-out text in nats a token; mean over seeds and 95 % Student interval. The rate was chosen on the
+first seed, whose loss is therefore the lowest of several. Flops and memory: of loss and gradient, without the
+optimizer; memory beside parameters and gradients; mHC's Sinkhorn iterations count once. Step: time of a training step
+on this machine, the methods alternating.
 """
 
 
@@ -155,24 +172,27 @@ def _with_interval(value: Mean, sign: str = "") -> str:
     return f"{value.mean:{sign}.4f}{interval}"
 
 
-def report(folder: Path, methods: Mapping[str, Config], baseline: str = BASELINE) -> None:
-    """Writes `results.csv`, `results.md` and the pictures into the folder, and prints the table.
+def report(directory: Path, baseline: str = BASELINE) -> None:
+    """Writes `results.csv`, `results.md` and the plots from `runs.csv` and `costs.json`, and prints the table.
+
+    Without `costs.json` the costs are left out.
 
     Raises:
-        UserError: a file cannot be written; there is no such baseline, or no finished run.
+        UserError: a file cannot be written; there is no finished run, or no such baseline.
     """
     from ldm_jax.compare.plots import plot_comparison  # needs matplotlib
 
-    check_baseline(baseline, methods)
-    finished = read_finished(folder / "runs.csv")
-    if not any(_at_tuned_rate(method, config, finished) for method, config in methods.items()):
-        raise UserError(f"{folder} has no finished run of these methods as they are now: start compare.py on it again.")
-    rows = results(folder, methods, method_costs(folder, methods), baseline)
+    runs = read_runs(directory / "runs.csv")
+    if not runs:
+        raise UserError(f"{directory} has no finished run: give the directory of a comparison (--out of compare.py).")
+    check_baseline(baseline, dict.fromkeys(run.method for run in runs))
+    rows = results(runs, read_costs(directory), baseline)
+    table = markdown(rows, baseline)
     try:
-        write_csv(rows, folder / "results.csv")
-        write_atomically(folder / "results.md", markdown(rows, baseline))
+        write_csv(rows, directory / "results.csv")
+        write_atomically(directory / "results.md", table)
     except OSError as error:
-        raise UserError(f"the results cannot be written to {folder}: {error.strerror}.") from error
-    print(markdown(rows, baseline))
-    for file in [folder / "results.csv", folder / "results.md", *plot_comparison(rows, folder)]:
+        raise UserError(f"the results cannot be written to {directory}: {error.strerror}.") from error
+    print(table)
+    for file in [directory / "results.csv", directory / "results.md", *plot_comparison(rows, directory)]:
         print(file)

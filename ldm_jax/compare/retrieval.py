@@ -1,4 +1,4 @@
-"""A task with a known answer: recall an earlier layer's output from a memory whose keys resemble each other."""
+"""A synthetic task: recall each layer's output by its key from a memory whose keys are correlated."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,10 +28,10 @@ STYLES = {"additive": "o:", "delta": "s-.", "rls": "^-", BATCH: "kx"}
 
 
 class Task(NamedTuple):
-    """Layers whose outputs are independent Gaussian vectors and whose keys have length 1.
+    """Sizes of the task. Layer outputs are independent Gaussian vectors; keys are unit vectors.
 
-    A key is the direction of `sqrt(c) a + sqrt(1 - c) b_i`, with one random unit vector `a` for all layers and a `b_i`
-    for each, so that two keys have a cosine of about the correlation `c`. Forgetting and importance are 1.
+    The key of layer `i` is `sqrt(c) a + sqrt(1 - c) b_i`, normalised, with random unit vectors `a`, shared by all
+    layers, and `b_i`. So the cosine of two keys is about the correlation `c`. Forgetting and importance are 1.
     """
 
     layers: int
@@ -39,32 +39,32 @@ class Task(NamedTuple):
     value_dim: int = 64
     alpha: float = 10.0
     trials: int = 64
-    """Memories, each with keys and values of its own."""
+    """Number of memories, each with its own keys and values."""
 
 
 def retrieval_errors(task: Task, correlations: Sequence[float], seed: int = 0) -> dict[str, list[float]]:
-    """The error of recalling every layer's output by its own key, by method, at each correlation.
+    """The error of recalling each layer's output by its key, for each method and correlation.
 
-    `sum |v - g M k|^2 / sum |v|^2` over layers and trials, with the one gain g that serves a method best at a
-    correlation: 0 is perfect recall, 1 is none. `rls` is float32, the batch solution float64.
+    The error is `sum |v - g M k|^2 / sum |v|^2` over layers and trials, with the best gain `g` of the method at that
+    correlation: 0 is perfect recall, 1 is none. The writes run in float32, the batch solution in float64.
 
     Raises:
         ValueError: a correlation outside [0, 1], or fewer than one layer or trial.
     """
     if not all(0 <= correlation <= 1 for correlation in correlations):
-        raise ValueError(f"the correlations are {tuple(correlations)}, but they must lie between 0 and 1.")
+        raise ValueError(f"the correlations are {tuple(correlations)}, but they must lie in [0, 1].")
     if min(task.layers, task.trials) < 1:
         raise ValueError(f"layers are {task.layers} and trials {task.trials}, but both must be at least 1.")
     measure = jax.jit(lambda observations: {name: _error(_recalled(task, name, observations)) for name in WRITES})
-    found: dict[str, list[float]] = {name: [] for name in [*WRITES, BATCH]}
+    errors: dict[str, list[float]] = {name: [] for name in [*WRITES, BATCH]}
     for correlation in correlations:
         observations = _observations(task, correlation, jax.random.key(seed))
         for name, error in measure(observations).items():
-            found[name].append(float(error))
+            errors[name].append(float(error))
         with jax.enable_x64(True):
             exact = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), observations)
-            found[BATCH].append(float(_error(_recalled(task, BATCH, exact))))
-    return found
+            errors[BATCH].append(float(_error(_recalled(task, BATCH, exact))))
+    return errors
 
 
 Recalled = tuple[Float[Array, "trials N V"], Float[Array, "trials N V"]]
@@ -85,7 +85,7 @@ def _observations(task: Task, correlation: float, key: Array) -> Observation:
 
 
 def _recalled(task: Task, method: str, observations: Observation) -> Recalled:
-    """What every layer's key reads from the final memory, and what it should."""
+    """What each layer's key reads from the final memory, and the layer's output."""
 
     def memory(observations: Observation) -> Array:
         if method == BATCH:
@@ -105,25 +105,25 @@ def _error(recalled: Recalled) -> Scalar:
 def plot_retrieval(
     correlations: Sequence[float], errors: Mapping[Task, Mapping[str, Sequence[float]]], file: Path
 ) -> None:
-    """Draws the errors against the correlation, a panel for each task; the file's ending says which format.
+    """Plots the errors against the correlation, one panel for each task. The file's suffix selects the format.
 
     Raises:
-        UserError: the picture cannot be written.
+        UserError: the plot cannot be written.
     """
     matplotlib.use("agg")
     figure = Figure(figsize=(4.5 * len(errors), 4.5), layout="constrained")
     panels = figure.subplots(1, len(errors), squeeze=False, sharey=True)[0]
     for axes, (task, by_method) in zip(panels, errors.items(), strict=True):
-        for method, found in by_method.items():
-            axes.plot(correlations, found, STYLES[method], label=method, markersize=8 if method == BATCH else 5)
+        for method, values in by_method.items():
+            axes.plot(correlations, values, STYLES[method], label=method, markersize=8 if method == BATCH else 5)
         axes.set_title(f"{task.layers} layers, keys of width {task.key_dim}, alpha {task.alpha:g}", fontsize=10)
         axes.set_xlabel("key correlation (cosine of two layers' keys)")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("recall error, share of the outputs' energy")
+    panels[0].set_ylabel("recall error: share of the outputs' energy that is missed")
     panels[0].set_ylim(-0.03, 1.03)
     panels[0].legend()
-    figure.suptitle("Recalling a layer's output by its key, at the best gain: 0 is perfect, 1 is nothing")
+    figure.suptitle("Recalling a layer's output by its key at the best gain: 0 is perfect recall, 1 is none")
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:
-        raise UserError(f"the picture {file} cannot be written: {error}.") from error
+        raise UserError(f"the plot {file} cannot be written: {error}.") from error

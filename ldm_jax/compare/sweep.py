@@ -1,4 +1,4 @@
-"""Runs of many configs: what is missing is trained, a process for each run; what is finished is never run again."""
+"""Sweeps over learning rates and seeds: each missing run is trained in its own process, finished runs are kept."""
 
 import contextlib
 import fcntl
@@ -9,67 +9,70 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ldm_jax.compare.runs import (
-    FinishedRun,
+    Key,
     Run,
-    diverged_run,
-    finished_run,
+    RunResult,
+    diverged_result,
+    finished_result,
     make_run,
-    read_finished,
-    store_methods,
-    write_finished,
+    read_runs,
+    write_runs,
 )
 from ldm_jax.config import Config
+from ldm_jax.config.command_line import DIVERGED_STATUS
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
 EXTENSIONS = 3
-"""How often a grid of rates grows at an edge."""
+"""How often a grid of rates is extended at an edge."""
 
 
 class Sweep:
-    """A folder of runs, with a row of `runs.csv` for each that is finished. One process at a time has the folder.
+    """Trains the runs of a comparison in a directory, which holds a row of `runs.csv` for each finished run.
 
-    A run is a process of `train_script`, on a share of the cores. Killed, it goes on from its checkpoint at the next
-    start.
+    A run is a process of `train_script` on its share of the cores. If the sweep is killed, the next one resumes the
+    unfinished runs from their checkpoints. One process at a time uses the directory.
     """
 
-    def __init__(self, folder: Path, train_script: Path, jobs: int, say: Callable[[str], None] = print):
-        self.folder, self.train_script, self.jobs, self.say = folder, train_script, jobs, say
-        self.file = folder / "runs.csv"
-        self.finished = {(row.method, row.config_hash): row for row in read_finished(self.file)}
+    def __init__(self, directory: Path, train_script: Path, jobs: int, say: Callable[[str], None] = print):
+        self.directory, self.train_script, self.jobs, self.say = directory, train_script, jobs, say
+        self.file = directory / "runs.csv"
+        self._stopped = False
 
-    def complete(self, runs: Sequence[Run]) -> list[FinishedRun]:
-        """The rows of these runs, after those that are missing have been trained.
+    def complete(self, runs: Sequence[Run]) -> list[RunResult]:
+        """Trains the runs that are missing; returns the results of all.
 
         Raises:
-            UserError: a run failed other than by a loss that is not finite; or another process has the folder.
+            UserError: a run failed otherwise than by diverging; the directory holds runs of a method of the same name
+                with another config, cannot be written, or is in use.
         """
-        missing = [run for run in runs if (run.method, run.config_hash) not in self.finished]
-        if missing:
-            self.say(f"{len(runs)} runs, {len(missing)} of them to do, {self.jobs} at a time")
-            try:
-                with self._locked(), _stopped_by_terminate():
-                    self._train(missing)
-            except OSError as error:
-                raise UserError(
-                    f"{self.folder} cannot be written: {error.strerror}. What is finished is kept."
-                ) from error
-        return [self.finished[run.method, run.config_hash] for run in runs]
+        try:
+            with self._locked() as lock, _terminate_as_interrupt():
+                finished = {result.key: result for result in read_runs(self.file)}
+                self._check_configs(runs, finished)
+                if missing := [run for run in runs if run.key not in finished]:
+                    self.say(f"{len(runs)} runs, {len(missing)} of them to do, {self.jobs} at a time")
+                    self._train(missing, finished, lock)
+        except OSError as error:
+            raise UserError(f"{self.directory} cannot be written: {error.strerror}. Finished runs are kept.") from error
+        return [finished[run.key] for run in runs]
 
     def tune_and_repeat(
         self, methods: Mapping[str, Config], rates: Sequence[float], seeds: Sequence[int]
     ) -> dict[str, float]:
-        """Finds each method's best rate on the first seed, trains it at that rate on all; returns the rates.
+        """Tunes each method's learning rate on the first seed, then trains it at the best rate on all seeds.
+
+        Returns:
+            The best rate of each method.
 
         Raises:
-            UserError: rates or seeds that do not serve; otherwise as `complete`.
+            UserError: inadmissible rates or seeds; otherwise as `complete`.
         """
         if self.jobs < 1:
             raise UserError(f"jobs is {self.jobs}, but it must be at least 1.")
@@ -77,7 +80,6 @@ class Sweep:
             raise UserError(f"the seeds are {tuple(seeds)}, but there must be some, none negative and none twice.")
         if not rates or not 0 < min(rates) <= max(rates) < math.inf:
             raise UserError(f"the learning rates are {tuple(rates)}, but there must be some, positive and finite.")
-        store_methods(self.folder, methods)
         best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
         self.complete([make_run(method, methods[method], best[method], seed) for seed in seeds for method in methods])
         return best
@@ -85,17 +87,18 @@ class Sweep:
     def tune(self, methods: Mapping[str, Config], rates: Sequence[float], seed: int) -> dict[str, float]:
         """The best learning rate of each method on one seed, by final validation loss.
 
-        A grid whose best rate is at an edge grows there by the ratio of its first two rates, up to `EXTENSIONS` times.
+        A grid whose best rate is at an edge is extended there by the ratio of its two lowest rates, up to `EXTENSIONS`
+        times.
         """
         best: dict[str, float] = {}
         grids = {method: sorted(set(rates)) for method in methods}
         first, second, *_ = sorted(set(rates))
         for extension in range(EXTENSIONS + 1):
             runs = [make_run(method, methods[method], rate, seed) for method, grid in grids.items() for rate in grid]
-            rows = self.complete(runs)
+            results = self.complete(runs)
             for method in methods:
-                own = (row for row in rows if row.method == method)
-                best[method] = min(own, key=lambda row: row.validation_loss).learning_rate
+                own = (result for result in results if result.method == method)
+                best[method] = min(own, key=lambda result: result.validation_loss).learning_rate
             at_edge = [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]
             if not at_edge:
                 break
@@ -109,29 +112,40 @@ class Sweep:
         self.say("best rates: " + ", ".join(f"{method} {rate:g}" for method, rate in best.items()))
         return best
 
-    def _train(self, runs: Sequence[Run]) -> None:
+    def _check_configs(self, runs: Sequence[Run], finished: Mapping[Key, RunResult]) -> None:
+        hashes = {result.method: result.config_hash for result in finished.values()}
+        for run in runs:
+            if hashes.get(run.method, run.config_hash) != run.config_hash:
+                raise UserError(
+                    f"{self.directory} holds runs of {run.method} with another config (hash {hashes[run.method]}, but "
+                    f"the config given has {run.config_hash}): rename the config's file or variant, or give another "
+                    "--out."
+                )
+
+    def _train(self, runs: Sequence[Run], finished: dict[Key, RunResult], lock: int) -> None:
+        """Trains the runs and adds their results to `finished` and to the file."""
         cores: queue.SimpleQueue[set[int] | None] = queue.SimpleQueue()
-        for share in _shares(self.jobs):
+        for share in _core_shares(self.jobs):
             cores.put(share)
         processes: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-        def train(run: Run) -> FinishedRun:
+        def train(run: Run) -> RunResult:
             share = cores.get()
             try:
-                return self._train_one(run, share, processes)
+                return self._train_one(run, share, processes, lock)
             finally:
                 cores.put(share)
 
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
                 for done in as_completed([pool.submit(train, run) for run in runs]):
-                    row = done.result()
-                    self.finished[row.method, row.config_hash] = row
-                    write_finished(self.file, list(self.finished.values()))
-                    loss = "diverged" if row.diverged else f"validation loss {row.validation_loss:.4f} nats a token"
-                    where = f"{row.method:<20} rate {row.learning_rate:g} seed {row.seed}"
-                    self.say(f"{where}: {loss}, {row.seconds:.0f} s")
+                    result = done.result()
+                    finished[result.key] = result
+                    write_runs(self.file, list(finished.values()))
+                    end = f"validation loss {result.validation_loss:.4f} nats a token, {result.seconds:.0f} s"
+                    where = f"{result.method:<20} rate {result.learning_rate:g} seed {result.seed}"
+                    self.say(f"{where}: {'diverged' if result.diverged else end}")
             except BaseException:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -139,47 +153,50 @@ class Sweep:
                     process.terminate()
                 raise
 
-    def _train_one(self, run: Run, cores: set[int] | None, processes: set["subprocess.Popen[bytes]"]) -> FinishedRun:
-        folder, log = self.folder / "runs" / run.name, self.folder / "runs" / f"{run.name}.log"
+    def _train_one(
+        self, run: Run, cores: set[int] | None, processes: set["subprocess.Popen[bytes]"], lock: int
+    ) -> RunResult:
+        directory, log = self.directory / "runs" / run.name, self.directory / "runs" / f"{run.name}.log"
         config = log.with_suffix(".toml")
         log.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(config, config_to_toml(run.config))
-        command = [sys.executable, str(self.train_script), str(config), "--run", str(folder)]
-        while not self._stopped:
-            with log.open("wb") as output:
-                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            processes.add(process)
-            if self._stopped:  # since the question above
-                process.terminate()
-            if cores is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(process.pid, cores)
-            status = process.wait()
-            processes.discard(process)
-            last = (log.read_text(errors="replace").splitlines() or [""])[-1]
-            if status == 0:
-                return finished_run(run, folder)
-            if "so the run stops" in last:
-                return diverged_run(run)
-            if "another process is training" not in last:
-                raise UserError(f"the run {run.name} failed ({last or f'status {status}'}): see {log}.")
-            time.sleep(5)  # a run that outlived the comparison which had started it
-        raise UserError("the comparison was stopped.")
+        command = [sys.executable, str(self.train_script), str(config), "--run", str(directory)]
+        if self._stopped:
+            raise UserError("the comparison was stopped.")
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, pass_fds=(lock,))
+        processes.add(process)
+        if self._stopped:  # set since it was checked above
+            process.terminate()
+        if cores is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, cores)
+        status = process.wait()
+        processes.discard(process)
+        if status == 0:
+            return finished_result(run, directory)
+        if status == DIVERGED_STATUS:
+            return diverged_result(run)
+        last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+        raise UserError(f"the run {run.name} failed ({last or f'status {status}'}): see {log}.")
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
+    def _locked(self) -> Iterator[int]:
+        """Holds the directory's lock. Runs inherit it, so that those which outlive a killed sweep still hold it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / ".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"another comparison is running in {self.folder}: wait for it.") from None
-            yield
+                raise UserError(
+                    f"another comparison, or a run that it started, is using {self.directory}: wait for it."
+                ) from None
+            yield lock.fileno()
 
 
 @contextlib.contextmanager
-def _stopped_by_terminate() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C, so that the runs are ended with the comparison."""
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Handles SIGTERM like Ctrl-C, so that the runs are stopped with the sweep."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,8 +211,8 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")
 
 
-def _shares(jobs: int) -> list[set[int] | None]:
-    """The cores of each job; None where the system does not say, or there are too few."""
+def _core_shares(jobs: int) -> list[set[int] | None]:
+    """The cores of each job; None where they are unknown, or fewer than the jobs."""
     if not hasattr(os, "sched_setaffinity"):
         return [None] * jobs
     cores = sorted(os.sched_getaffinity(0))

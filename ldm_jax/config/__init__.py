@@ -1,6 +1,6 @@
-"""What can be configured: frozen dataclasses, checked when they are made.
+"""The config of a run: frozen dataclasses, checked when they are created.
 
-The sections are those of the TOML files in `configs/` and of the flags (`--section.field`).
+The fields of `Config` are the tables of a TOML config and the sections of the flags (`--section.field`).
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Config:
-    """All of a run."""
+    """Everything that defines a run."""
 
     model: ModelConfig = ModelConfig()
     mixer: MixerConfig = MixerConfig()
@@ -47,7 +47,7 @@ class Config:
     def __post_init__(self) -> None:
         check_option_types(self)
         self.mixer.options.check_width(self.model.width)
-        # A token past the vocabulary would be looked up as not-a-number. Prepared corpora are checked when loaded.
+        # A token outside the vocabulary would be embedded as NaN. Prepared corpora are checked when they are loaded.
         vocabulary = self.model.vocabulary
         check(
             vocabulary >= 256 or self.data.kind is Corpus.PREPARED,

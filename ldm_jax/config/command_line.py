@@ -1,4 +1,4 @@
-"""What the scripts share: flags over a config file, one sentence for an error, a cache of compiled programs."""
+"""Shared by the scripts: flags that override a config file, errors as one sentence, the compilation cache."""
 
 import importlib.util
 import io
@@ -14,19 +14,21 @@ import tyro
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import read_config
-from ldm_jax.errors import UserError
+from ldm_jax.errors import DivergedError, UserError
 from ldm_jax.files import user_cache
 from ldm_jax.parallel import Hosts, ending_together
 
 Arguments = TypeVar("Arguments")
 OverConfig = TypeVar("OverConfig", bound="ConfigArguments")
+DIVERGED_STATUS = 3
+"""Exit status of a script whose training diverged; it is 1 after any other error."""
 _TYRO_FLAGS = (tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff)
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
 def _boolean(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
-    """true and false, as in TOML; Python's spelling, too."""
+    """Flags take true and false as in TOML, or True and False."""
     if info.type is not bool:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -40,12 +42,12 @@ def _boolean(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Pri
 
 
 OverriddenConfig = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-"""The config whose fields have flags `--section.field`."""
+"""A config whose fields have flags `--section.field`."""
 
 
 @dataclass(frozen=True)
 class ConfigArguments:
-    """A config file first, and flags that override it."""
+    """A config file, and flags that override it."""
 
     config_file: tyro.conf.Positional[Path]
     """TOML file, such as configs/quickstart.toml."""
@@ -54,32 +56,32 @@ class ConfigArguments:
 
 @dataclass(frozen=True)
 class TrainArguments(ConfigArguments):
-    """Trains a model as a config file says. Every field of the config has a flag that overrides it."""
+    """Trains a model from a config file. Every field of the config has a flag that overrides it."""
 
     run: Path | None = None
-    """Folder of the run; it resumes what it holds. None: runs/NAME for the config file NAME.toml."""
+    """The run's directory; an unfinished run in it is resumed. None: runs/NAME for the config file NAME.toml."""
     distributed: str | None = None
-    """Training over several hosts, each running this command: HOST:PORT of process 0, or auto where JAX can ask the
-    cluster (TPU, SLURM, ...). None: one process."""
+    """For training on several hosts, each running this command: HOST:PORT of process 0, or auto on a cluster that JAX
+    detects (TPU, SLURM, ...). None: one process."""
     process: int | None = None
-    """Index of this process, unless distributed is auto."""
+    """Index of this process. Not with distributed auto."""
     processes: int | None = None
-    """Number of all processes, unless distributed is auto."""
+    """Number of processes. Not with distributed auto."""
     heartbeat_seconds: int = 60
-    """After so many without a sign of life a process is taken for dead, and all others end."""
+    """Seconds without a heartbeat after which a process counts as dead and all others exit."""
     join_seconds: int = 300
-    """That the processes wait for each other at the start."""
+    """Seconds to wait for all processes to join."""
 
     @property
     def hosts(self) -> Hosts | None:
-        """How the processes find each other; None for one process.
+        """How the processes connect; None for one process.
 
         Raises:
-            UserError: flags that do not go together.
+            UserError: the flags contradict each other.
         """
         if self.distributed is None:
             if self.process is not None or self.processes is not None:
-                raise UserError("--process and --processes need --distributed HOST:PORT, where process 0 is found.")
+                raise UserError("--process and --processes need --distributed HOST:PORT, the address of process 0.")
             return None
         try:
             return Hosts(self.distributed, self.process, self.processes, self.heartbeat_seconds, self.join_seconds)
@@ -88,24 +90,26 @@ class TrainArguments(ConfigArguments):
 
 
 def parse_train_arguments(arguments: list[str]) -> TrainArguments:
-    """As `parse_over_config`."""
+    """Parses the arguments of scripts/train.py, as `parse_over_config`."""
     return parse_over_config(TrainArguments, arguments)
 
 
 def parse_over_config(arguments_type: type[OverConfig], arguments: list[str]) -> OverConfig:
-    """The arguments, with the config file's config and the flags' overrides. Exits after `--help` or a wrong flag.
+    """Reads the config file that the arguments start with, and overrides it by the flags.
+
+    Exits after `--help` or a wrong flag.
 
     Raises:
         UserError: the config file is missing or wrong.
     """
-    # The file's values are the defaults that the flags override, so it has to be known before they are parsed.
+    # The file's values are the defaults of the flags, so the file is read before they are parsed.
     named = bool(arguments) and not arguments[0].startswith("-")
     config = read_config(Path(arguments[0])) if named else Config()
     file = Path(arguments[0]) if named else tyro.MISSING
     default = arguments_type(config_file=file, config=config)
     try:
         parsed = tyro.cli(arguments_type, args=arguments, default=default, config=_TYRO_FLAGS, registry=_REGISTRY)
-    except ValueError as error:  # what concerns several sections is checked last, outside of tyro's reach
+    except ValueError as error:  # Config checks what concerns several sections; tyro handles the sections' own errors
         raise UserError(str(error)) from error
     if not named:
         raise UserError(f"the config file comes first: {parsed.config_file} --section.field VALUE ...")
@@ -113,7 +117,7 @@ def parse_over_config(arguments_type: type[OverConfig], arguments: list[str]) ->
 
 
 def parse(arguments_type: type[Arguments], arguments: Sequence[str] | None = None) -> Arguments:
-    """The arguments, or the command line, as a dataclass. Raises UserError for values that do not go together."""
+    """Parses the arguments (None: the command line) into a dataclass. Raises UserError for contradicting values."""
     try:
         return tyro.cli(arguments_type, args=arguments, config=_TYRO_FLAGS, registry=_REGISTRY)
     except ValueError as error:
@@ -121,21 +125,21 @@ def parse(arguments_type: type[Arguments], arguments: Sequence[str] | None = Non
 
 
 def require_matplotlib() -> None:
-    """Raises UserError unless pictures can be drawn."""
+    """Raises UserError unless matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install -e '.[plot]'.")
+        raise UserError("plots need matplotlib: pip install -e '.[plot]'.")
 
 
 def run_script(main: Callable[[], None], when_interrupted: str = "interrupted.") -> None:
-    """Runs a script's main; what a user can mend is printed as one sentence, with exit status 1.
+    """Runs a script's main. A `UserError` is printed as one sentence, with exit status 1 (`DivergedError`: 3).
 
     Args:
-        main: parses and calls.
-        when_interrupted: the last line after Ctrl-C.
+        main: the script's function.
+        when_interrupted: printed after Ctrl-C.
     """
     use_compilation_cache()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes bytes that no terminal knows
+        sys.stdout.reconfigure(errors="replace")  # generated text need not be valid in the terminal's encoding
     with ending_together():
         _run(main, when_interrupted)
 
@@ -144,21 +148,24 @@ def _run(main: Callable[[], None], when_interrupted: str) -> None:
     try:
         main()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        if isinstance(error, DivergedError) and not jax.distributed.is_initialized():
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(DIVERGED_STATUS)
+        sys.exit(f"error: {error}")  # in a job of several processes `ending_together` prints it
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         why = str(error).partition("\n")[0]
-        sys.exit(f"error: the memory of the device is not enough ({why}). Take a smaller batch, model or key_dim.")
+        sys.exit(f"error: the device is out of memory ({why}). Use a smaller batch, model or key_dim.")
     except KeyboardInterrupt:
         sys.exit(f"\n{when_interrupted}")
-    except BrokenPipeError:  # the reader of our output has left, as head does
+    except BrokenPipeError:  # the reader of the output has exited, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX has been told where, or nowhere."""
+    """Caches compiled programs in the user's cache directory, unless JAX_COMPILATION_CACHE_DIR is set."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))

@@ -1,4 +1,4 @@
-"""The `[data]` section of a config: which text, and how it is cut."""
+"""The `[data]` section of a config."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from ldm_jax.options import check, check_at_least, check_option_types
 
 
 class Corpus(enum.StrEnum):
-    """Where text comes from."""
+    """Sources of text."""
 
     STDLIB = "stdlib"
     FILES = "files"
@@ -16,40 +16,40 @@ class Corpus(enum.StrEnum):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text, and how it is cut."""
+    """The training text and how it is split."""
 
     corpus: Corpus | None = None
-    """stdlib: the source of Python's own standard library on this machine. files: those of path. prepared: corpora.
-    None: whichever is given, else stdlib."""
+    """stdlib: the source of Python's standard library on this machine. files: the files of path. prepared: corpora.
+    None: prepared or files if corpora or path is set, else stdlib."""
     path: str | None = None
-    """Files of the corpus: a path or a pattern such as books/*.txt; ** goes into folders. Read as bytes."""
+    """Files of the corpus, read as bytes: a path or a pattern such as books/*.txt, where ** matches directories."""
     corpora: tuple[str, ...] = ()
-    """Folders that scripts/prepare_data.py has written; several are mixed."""
+    """Directories written by scripts/prepare_data.py; several are mixed."""
     weights: tuple[float, ...] = ()
-    """How much of the windows comes from each of corpora, to a percent. Empty: as much as it has tokens."""
+    """Relative share of the windows from each of corpora, to a percent. Empty: in proportion to their tokens."""
     verify: bool = True
-    """Compare the checksums of corpora when they are loaded. Sizes are compared in any case."""
+    """Verify the checksums of corpora when loading them. Sizes are always verified."""
     separate_documents: bool = False
-    """Tokens attend to their own document alone, and positions start anew with each."""
+    """Tokens attend only to their own document, and positions start again at each document."""
     context: int = 256
-    """T: tokens of a window."""
+    """T: tokens per window."""
     document_bytes: int = 65536
-    """Longer files of path are cut, after a line's end, into documents of about this size."""
+    """Longer files of path are split at line ends into documents of about this many bytes."""
     validation_fraction: float = 0.05
-    """Part of the documents, chosen by a hash of their content, that is kept for validation; corpora have their own."""
+    """Fraction of the documents held out for validation, chosen by a hash of their content. Corpora have their own."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
         check_at_least(self, 1, "context", "document_bytes")
         fraction = self.validation_fraction
-        check(0 < fraction < 1, f"validation_fraction is {fraction}, but it must lie between 0 and 1.")
+        check(0 < fraction < 1, f"validation_fraction is {fraction}, but it must lie in (0, 1).")
         check(
             self.corpus is not Corpus.FILES or self.path is not None,
             'corpus is files, but there is no path: set data.path, for example to "books/*.txt".',
         )
         check(
             self.corpus is not Corpus.STDLIB or self.path is None,
-            f'path is "{self.path}", but corpus is stdlib, which has none: set data.corpus to files, or leave it out.',
+            f'path is "{self.path}", but corpus is stdlib, which takes no path: set corpus to files, or leave it out.',
         )
         self._check_corpora()
 
@@ -60,19 +60,23 @@ class DataConfig:
         )
         check(
             not self.corpora or (self.corpus in (None, Corpus.PREPARED) and self.path is None),
-            "there are corpora, which are prepared: leave data.path out, and data.corpus, too, or set it to prepared.",
+            f"corpora is {self.corpora}, but then path must be left out, and corpus left out or set to prepared.",
         )
-        folders, weights = len(self.corpora), len(self.weights)
+        directories, weights = len(self.corpora), len(self.weights)
         check(
-            weights in (0, folders), f"weights has {weights} numbers for {folders} corpora: give one for each, or none."
+            weights in (0, directories),
+            f"weights has {weights} numbers for {directories} corpora: give one for each, or none.",
         )
-        check(len(set(self.corpora)) == folders, "corpora has a folder twice: give it once, with a higher weight.")
+        check(
+            len(set(self.corpora)) == directories,
+            f"corpora is {self.corpora}, which names a directory twice: name it once, with a higher weight.",
+        )
         for weight in self.weights:
-            check(0 < weight < float("inf"), f"a weight is {weight}, but weights must be positive and finite.")
+            check(0 < weight < float("inf"), f"weights has {weight}, but weights must be positive and finite.")
 
     @property
     def kind(self) -> Corpus:
-        """Where the text comes from, where `corpus` leaves it open."""
+        """`corpus`, or what None stands for."""
         if self.corpora:
             return Corpus.PREPARED
         return Corpus.STDLIB if self.path is None else Corpus.FILES

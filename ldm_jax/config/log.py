@@ -1,4 +1,4 @@
-"""Options of what a run tells of itself."""
+"""The `[log]` section of a config."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from ldm_jax.options import check, check_at_least, check_option_types
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is logged beside `metrics.jsonl`, and how often."""
+    """What is logged, and how often."""
 
     every: int = 10
-    """Steps from one row of metrics to the next."""
+    """Steps between rows of metrics."""
     memory_every: int = 100
-    """Steps from one row of a depth memory's forgetting, gates, gains, importance and conditioning to the next."""
+    """Steps between rows of the depth memory's forgetting, gates, gains, importance and conditioning."""
     tensorboard: bool = False
-    """Also write event files for TensorBoard, to RUN/tensorboard; needs the extra `tensorboard`."""
+    """Also write TensorBoard event files to RUN/tensorboard; needs the extra `tensorboard`."""
     wandb_project: str | None = None
-    """Also log to this project of Weights & Biases; needs the extra `wandb`. None: not."""
+    """Also log to this project of Weights & Biases; needs the extra `wandb`. None: off."""
     profile_from: int | None = None
-    """First step of a profile by jax.profiler, written to RUN/profile. None: no profile."""
+    """First step of a jax.profiler trace, written to RUN/profile. None: off."""
     profile_steps: int = 3
-    """Steps that a profile spans."""
+    """Number of steps in the trace."""
 
     def __post_init__(self) -> None:
         check_option_types(self)

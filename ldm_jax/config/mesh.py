@@ -1,4 +1,4 @@
-"""The `[mesh]` section of a config: how the devices share the work."""
+"""The `[mesh]` section of a config."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,17 @@ from ldm_jax.sharding import MeshAxis
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Numbers of devices, whose product is the number of all devices."""
+    """Sizes of the mesh axes; their product is the number of devices."""
 
     data: int | None = None
-    """Parts of the batch. Each has all parameters. None: as many as the others leave and divide the batch."""
+    """Shards the batch; parameters are replicated. None: the most devices that the other axes leave and that divide the
+    batch evenly."""
     fsdp: int = 1
-    """Parts of the batch, too; each keeps its part of the parameters and is sent the others' when it needs them."""
+    """Shards the batch, and the parameters, which are gathered when they are used."""
     context: int = 1
-    """Parts of every window."""
+    """Shards the tokens of a window."""
     tensor: int = 1
-    """Parts of heads, MLP, vocabulary and groups of the depth memory."""
+    """Shards heads, MLP, vocabulary and the groups of the depth memory."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
@@ -26,12 +27,14 @@ class MeshConfig:
             check(value is None or value >= 1, f"{name} is {value}, but it must be at least 1.")
 
     def sizes(self, devices: int, batch: int) -> dict[MeshAxis, int]:
-        """Of every axis, for so many devices and windows computed at a time.
+        """The size of each axis. If `data` is None it is the largest that the devices allow and that divides the batch.
 
-        Where `data` is left out it is the most that the devices have room for and that divides the windows.
+        Args:
+            devices: number of devices.
+            batch: number of windows that are computed at a time.
 
         Raises:
-            ValueError: the product is not the number of devices, or does not divide it where `data` is left out.
+            ValueError: the product is not the number of devices, or, if `data` is None, does not divide it.
         """
         others = self.fsdp * self.context * self.tensor
         given = f"fsdp {self.fsdp} x context {self.context} x tensor {self.tensor}"

@@ -1,4 +1,4 @@
-"""Options of the transformer."""
+"""The `[model]` section of a config."""
 
 import enum
 from dataclasses import dataclass
@@ -9,22 +9,25 @@ from ldm_jax.options import check, check_at_least, check_option_types
 
 
 class ComputeType(enum.StrEnum):
-    """The type that activations and matrix products have. Parameters and depth memories are float32 in any case."""
+    """The type of activations and matmuls. Parameters and depth memories are always float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 class Remat(enum.StrEnum):
-    """What a recomputed block computes again. block: all but its input. dots: all but its products with parameters."""
+    """What is saved of a block with backward = remat. block: its input. dots: also its matmuls with parameters."""
 
     BLOCK = "block"
     DOTS = "dots"
 
 
 class AttentionImplementation(enum.StrEnum):
-    """xla, cudnn: of `jax.nn.dot_product_attention`. flash: the device's own kernel, which never holds the scores.
-    local: a token sees itself alone, `v sigmoid(q'k)`; to measure."""
+    """Implementations of attention.
+
+    xla, cudnn: those of `jax.nn.dot_product_attention`. flash: the device's fused kernel, which does not store the
+    scores. local: a token attends only to itself, `v sigmoid(q'k)`; for measurements.
+    """
 
     XLA = "xla"
     CUDNN = "cudnn"
@@ -37,47 +40,46 @@ class ModelConfig:
     """The transformer."""
 
     depth: int = 6
-    """Blocks; each has two sublayers, attention and MLP."""
+    """Number of blocks; each has two sublayers, attention and MLP."""
     width: int = 128
     """D: width of the stream."""
     heads: int = 4
-    """H: query heads; they divide the width."""
+    """H: number of query heads; it must divide the width."""
     kv_heads: int | None = None
-    """J: key-value heads; they divide the query heads. None: as many as query heads."""
+    """J: number of key-value heads; it must divide heads. None: as many as heads."""
     mlp_width: int = 384
     """F: hidden width of the MLP."""
     vocabulary: int = 256
-    """S: number of tokens; 256 for bytes."""
+    """S: number of tokens in the vocabulary; 256 for bytes."""
     qk_norm: bool = True
     """RMSNorm on queries and keys."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     tied: bool = True
-    """The head is the embedding, transposed."""
+    """Use the transposed embedding as the output head."""
     scan: bool = True
-    """Apply the blocks by one scan, compiled once, instead of one after the other."""
+    """Apply the blocks in one scan, which is compiled once, instead of a Python loop."""
     remat: Remat = Remat.BLOCK
-    """With mixer.backward recomputed, what is computed again. block: all but each block's input. dots: all but products
-    with parameters."""
+    """With mixer.backward = remat, what is saved. block: each block's input. dots: also matmuls with parameters."""
     compute_dtype: ComputeType = ComputeType.FLOAT32
-    """Type of activations and products. Parameters and depth memories are float32 in any case."""
+    """Type of activations and matmuls. Parameters and depth memories are always float32."""
     attention: AttentionImplementation = AttentionImplementation.XLA
-    """xla anywhere, cudnn on NVIDIA GPUs (with bfloat16). flash: Splash attention on TPUs, cudnn on NVIDIA GPUs, xla
-    elsewhere. local mixes no tokens: a stand-in to measure the rest."""
+    """xla: any device. cudnn: NVIDIA GPUs, with bfloat16. flash: Splash attention on TPUs, cudnn on NVIDIA GPUs, xla
+    elsewhere. local: attention is replaced by a token-wise function, to measure the rest of the model."""
     loss_chunk: int = 8192
-    """Tokens of a device whose logits exist at a time."""
+    """Tokens per device whose logits are held at a time."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
         check_at_least(self, 1, "depth", "width", "heads", "mlp_width", "vocabulary", "loss_chunk")
         heads, kv_heads = self.heads, self.kv_heads_or_heads
         check(self.width % heads == 0, f"heads is {heads}, which does not divide the width {self.width}.")
-        check(self.head_dim % 2 == 0, f"a head has width {self.head_dim} (width / heads), but it must be even.")
+        check(self.head_dim % 2 == 0, f"width / heads is {self.head_dim}, but it must be even.")
         check(kv_heads >= 1 and heads % kv_heads == 0, f"kv_heads is {kv_heads}, which does not divide heads {heads}.")
         check(self.rope_base > 1, f"rope_base is {self.rope_base}, but it must be more than 1.")
         check(
             self.attention is not AttentionImplementation.CUDNN or self.compute_dtype is ComputeType.BFLOAT16,
-            "attention is cudnn, which takes no float32: set compute_dtype to bfloat16, or attention to xla.",
+            "attention is cudnn, which does not support float32: set compute_dtype to bfloat16, or attention to xla.",
         )
 
     @property
@@ -87,15 +89,15 @@ class ModelConfig:
 
     @property
     def kv_heads_or_heads(self) -> int:
-        """J."""
+        """J: `kv_heads`, or what None stands for."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def sublayers(self) -> int:
-        """N: two for each block."""
+        """N: number of sublayers, two for each block."""
         return 2 * self.depth
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The compute type."""
+        """The compute type as a JAX type."""
         return jnp.dtype(self.compute_dtype.value)

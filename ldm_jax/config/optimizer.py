@@ -1,4 +1,4 @@
-"""Options of the optimiser."""
+"""The `[optimizer]` section of a config."""
 
 import enum
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from ldm_jax.options import check, check_at_least, check_option_types
 
 
 class OptimizerName(enum.StrEnum):
-    """adamw: all by AdamW. muon: matrices in the blocks by Muon, embeddings, vectors and scalars by AdamW."""
+    """adamw: AdamW. muon: Muon for the matrices of the blocks, AdamW for embeddings, vectors and scalars."""
 
     ADAMW = "adamw"
     MUON = "muon"
 
 
 class Schedule(enum.StrEnum):
-    """How the learning rate moves after the warm-up."""
+    """The learning rate after the warm-up."""
 
     COSINE = "cosine"
     CONSTANT = "constant"
 
 
 class Decay(enum.StrEnum):
-    """How the constant schedule falls at its end: in a straight line, or as `1 - sqrt(part of the fall)`."""
+    """The final decay of the constant schedule: linear, or `1 - sqrt(x)` for the fraction `x` of the decay."""
 
     LINEAR = "linear"
     SQRT = "sqrt"
@@ -29,44 +29,44 @@ class Decay(enum.StrEnum):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The update."""
+    """The optimizer and its learning rate schedule."""
 
     name: OptimizerName = OptimizerName.ADAMW
-    """adamw, or muon for the matrices of the blocks."""
+    """adamw, or muon for the matrices of the blocks and adamw for the rest."""
     learning_rate: float = 3e-3
-    """The highest rate, at the end of the warm-up. Muon's updates are scaled to the size of AdamW's."""
+    """Peak learning rate. Muon's updates are scaled to the size of AdamW's."""
     warmup_steps: int = 50
-    """Updates over which the rate rises linearly from 0; at most half of the steps."""
+    """Steps of linear warm-up from 0; at most half of the steps."""
     schedule: Schedule = Schedule.COSINE
-    """cosine: falls along half a cosine until the last step. constant: stays, then falls."""
+    """cosine: half a cosine down to the last step. constant: constant, then a decay at the end."""
     decay: Decay = Decay.LINEAR
-    """How the constant schedule falls: linear, or sqrt (1 - sqrt)."""
+    """Decay of the constant schedule: linear, or sqrt for 1 - sqrt."""
     decay_fraction: float = 0.2
-    """Part of the steps, the last ones, over which the rate falls; of the constant schedule."""
+    """Fraction of the steps over which the constant schedule decays at the end."""
     final_learning_rate: float = 0.1
-    """Where the rate ends, as a fraction of the highest."""
+    """Final learning rate as a fraction of the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices, times the rate; vectors and scalars have none."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate; vectors and scalars are not decayed."""
     mixer_learning_rate: float = 1.0
-    """The rate of the mixer's parameters (of a depth memory: all that it learns), as a multiple of the others'."""
+    """Factor on the learning rate of the mixer's parameters."""
     mixer_weight_decay: float | None = None
     """Weight decay of the mixer's matrices. None: weight_decay."""
     beta1: float = 0.9
-    """Decay of AdamW's mean of gradients."""
+    """AdamW's decay of the mean of gradients."""
     beta2: float = 0.95
-    """Decay of AdamW's mean of squared gradients."""
+    """AdamW's decay of the mean of squared gradients."""
     muon_beta: float = 0.95
-    """Decay of Muon's momentum."""
+    """Muon's momentum."""
     clip_norm: float = 1.0
-    """Longest gradient over all parameters; a longer one is scaled down to it."""
+    """Global norm to which larger gradients are clipped."""
     z_loss: float = 0.0
-    """Weight of the squared log-normaliser of the logits, which is added to the loss (1e-4 is usual)."""
+    """Weight of the squared log-normaliser of the logits that is added to the loss (typically 1e-4)."""
     ema: float = 0.0
-    """Decay of a running mean of the parameters, which is then what is validated, sampled and evaluated. 0: none."""
+    """Decay of a moving average of the parameters, which then is validated, sampled and evaluated. 0: off."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
-        check_at_least(self, 0, "warmup_steps", "weight_decay", "mixer_learning_rate", "z_loss")
+        check_at_least(self, 0, "warmup_steps")
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             check(0 < value < float("inf"), f"{name} is {value}, but it must be positive and finite.")

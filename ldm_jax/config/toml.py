@@ -1,10 +1,9 @@
-"""Configs as TOML files: read strictly, written whole."""
+"""Configs as TOML files: read strictly, written in full."""
 
 import dataclasses
 import difflib
 import enum
 import tomllib
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,55 +13,53 @@ import tomli_w
 
 from ldm_jax.config import Config
 from ldm_jax.errors import UserError
+from ldm_jax.options import converted
+
+RENAMED_VALUES = {"mixer.backward": {"undone": "reversible", "recomputed": "remat"}}
+"""Former values of options, with the present ones: an error says what to write."""
+REMOVED_OPTIONS = {"mixer.ldm.read_into": "branch"}
+"""Options that were removed, with the value that the code now always has: it is ignored, any other is an error."""
 
 
 def read_config(path: Path) -> Config:
-    """The config in a TOML file; what it leaves out has its default.
+    """Reads a config from a TOML file. Options that the file leaves out have their defaults.
+
+    Where the file has `base = "OTHER.toml"`, a path relative to the file, it overrides the values of that file table by
+    table. A base may have a base.
 
     Raises:
-        UserError: no such file, invalid TOML, an unknown key, a wrong type or an inadmissible value.
+        UserError: no such file, invalid TOML, a base that refers back to the file, an unknown key, a wrong type or an
+            inadmissible value.
     """
-    return _from_table(Config, _read_table(path), str(path), ())
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no config file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the config file {path} cannot be read: {error}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    label, table = _read(path)
+    return _from_table(Config, table, label, ())
 
 
 def read_variants(path: Path) -> dict[str, Config]:
-    """The configs by name in a file: one named after it, or, where it has `base` and `variants`, one for each variant.
+    """Reads the configs of a file by name: one for each table `[variants.NAME]`, else one that is named after the file.
 
-    `base` is another config file, beside this one; the file's own sections have what differs from it in all variants,
-    `[variants.NAME]` what differs in one.
+    A table `[variants.NAME]` overrides the rest of the file, base included.
 
     Raises:
         UserError: as `read_config`.
     """
-    table = _read_table(path)
+    label, table = _read(path)
     if "variants" not in table:
-        return {path.stem: _from_table(Config, table, str(path), ())}
-    base, variants = table.pop("base", None), table.pop("variants")
-    if not isinstance(base, str) or not isinstance(variants, dict):
-        raise UserError(f"{path} has variants, so it takes base, the name of a file, and tables [variants.NAME].")
-    base = _merged(_read_table(path.parent / base), table)
+        return {path.stem: _from_table(Config, table, label, ())}
+    variants = table.pop("variants")
+    if not isinstance(variants, dict) or not variants:
+        raise UserError(f"{label}: variants is {variants!r}, but it must consist of tables [variants.NAME].")
     return {
-        name: _from_table(Config, _merged(base, changes), f"{path}, variant {name}", ())
+        name: _from_table(Config, _merged(table, changes), f"{label}, variant {name}", ())
         for name, changes in variants.items()
     }
 
 
 def read_methods(files: Sequence[Path]) -> dict[str, Config]:
-    """The configs by name in several files.
+    """Reads the configs of several files by name.
 
     Raises:
-        UserError: as `read_variants`; no file; a name twice.
+        UserError: as `read_variants`; no file; two configs of the same name.
     """
     methods: dict[str, Config] = {}
     for file in files:
@@ -75,19 +72,13 @@ def read_methods(files: Sequence[Path]) -> dict[str, Config]:
     return methods
 
 
-def _merged(base: Any, changes: Any) -> Any:
-    if not (isinstance(base, dict) and isinstance(changes, dict)):
-        return changes
-    return base | {name: _merged(base.get(name), value) for name, value in changes.items()}
-
-
 def config_to_toml(config: Config) -> str:
-    """The whole config, defaults included, as TOML. Options that are None are left out."""
+    """The config as TOML, with defaults. Options that are None are left out."""
     return tomli_w.dumps(config_to_table(config))
 
 
 def options_in_use(config: Config) -> dict[str, Any]:
-    """The whole config as nested dictionaries, without the options of mixers that it has not."""
+    """The config as nested dictionaries, without the options of mixers that are not used."""
     table = config_to_table(config)
     mixer, kind = table["mixer"], table["mixer"]["kind"]
     used = {name: value for name, value in mixer.items() if name == kind or not isinstance(value, dict)}
@@ -95,7 +86,7 @@ def options_in_use(config: Config) -> dict[str, Any]:
 
 
 def config_to_table(config: Any) -> dict[str, Any]:
-    """The same as nested dictionaries."""
+    """The config as nested dictionaries of TOML's types. Options that are None are left out."""
     table = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -107,12 +98,45 @@ def config_to_table(config: Any) -> dict[str, Any]:
 
 
 def options_by_name(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every option of a config as `train.steps`, those that are None, too. Of a section: with its name as prefix."""
+    """Every option by its path, such as `train.steps`, None included. `prefix` is the name of a section."""
     options = {}
     for field in dataclasses.fields(config):
         name, value = f"{prefix}.{field.name}".lstrip("."), getattr(config, field.name)
         options |= options_by_name(value, name) if dataclasses.is_dataclass(value) else {name: value}
     return options
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """How errors name the file, and its table over that of its base."""
+    table = _read_table(path)
+    base = table.pop("base", None)
+    return (f"{path} (base {base})" if base else str(path)), table
+
+
+def _read_table(path: Path, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """As `_read`, with the key base; `derived` are the files that have this one as their base."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no config file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the config file {path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    if "base" not in table:
+        return table
+    if not isinstance(base := table["base"], str):
+        raise UserError(f"{path}: base is {base!r}, but it must be the path of another config file.")
+    derived = (*derived, path.resolve())
+    if (path.parent / base).resolve() in derived:
+        raise UserError(f"{path}: base is {base!r}, which has this file as its own base: remove one of the two.")
+    return _merged(_read_table(path.parent / base, derived), table)
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return base | {name: _merged(base.get(name), value) for name, value in changes.items()}
 
 
 def _from_table(cls: type, table: Any, file: str, keys: tuple[str, ...]) -> Any:
@@ -123,39 +147,33 @@ def _from_table(cls: type, table: Any, file: str, keys: tuple[str, ...]) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
     values = {}
     for name, value in table.items():
-        if name not in names:
-            if not keys and name in ("base", "variants"):
-                raise UserError(f"{where} has {name}: files with variants are for scripts/compare.py.")
+        option = ".".join((*keys, name))
+        if option in REMOVED_OPTIONS:
+            _check_removed(option, value, file)
+        elif name not in names:
+            if option == "variants":
+                raise UserError(f"{where} has variants, which only scripts/compare.py reads.")
             close = difflib.get_close_matches(name, names, 1)
-            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}."
-            raise UserError(f"{where} has an unknown key {name}: {meant}")
-        if dataclasses.is_dataclass(hints[name]):
+            hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}."
+            raise UserError(f"{where} has an unknown key {name}: {hint}")
+        elif dataclasses.is_dataclass(hints[name]):
             values[name] = _from_table(hints[name], value, file, (*keys, name))
         else:
-            values[name] = _from_value(hints[name], value, f"{file}: {'.'.join((*keys, name))}")
+            if isinstance(value, str) and (new := RENAMED_VALUES.get(option, {}).get(value)):
+                raise UserError(f"{file}: {option} is {value!r}, which is now called {new!r}: write that.")
+            try:
+                values[name] = converted(option, hints[name], value)
+            except ValueError as error:
+                raise UserError(f"{file}: {error}") from error
     try:
         return cls(**values)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def _from_value(hint: Any, value: Any, where: str) -> Any:
-    if isinstance(hint, types.UnionType):  # X | None; TOML has no null, so the value is an X
-        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-    if typing.get_origin(hint) is tuple:  # of any length, of one type
-        if not isinstance(value, list):
-            raise UserError(f"{where} is {value!r}, but it must be a list.")
-        kind = typing.get_args(hint)[0]
-        return tuple(_from_value(kind, element, f"{where}, element {n}") for n, element in enumerate(value, 1))
-    if issubclass(hint, enum.Enum):
-        if value not in [choice.value for choice in hint]:
-            raise UserError(
-                f"{where} is {value!r}, but it must be one of {', '.join(choice.value for choice in hint)}."
-            )
-        return hint(value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-        raise UserError(f"{where} is {value!r}, but it must be {kinds[hint]}.")
-    return value
+def _check_removed(option: str, value: Any, file: str) -> None:
+    if value != (allowed := REMOVED_OPTIONS[option]):
+        raise UserError(
+            f"{file}: {option} is {value!r}, but the option was removed, and its value is now always {allowed!r}: "
+            "delete the line."
+        )

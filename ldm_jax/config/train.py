@@ -1,4 +1,4 @@
-"""Options of the training loop."""
+"""The `[train]` section of a config."""
 
 from dataclasses import dataclass
 
@@ -7,37 +7,37 @@ from ldm_jax.options import check, check_at_least, check_option_types
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     steps: int = 1000
-    """Updates in all. Raising it continues a finished run."""
+    """Total number of updates. A higher value continues a finished run."""
     batch_size: int = 8
-    """B: windows of an update."""
+    """B: windows per update."""
     accumulation: int = 1
-    """Parts that a batch is computed in, one after the other; they divide the batch size."""
+    """Number of microbatches whose gradients are accumulated; it must divide batch_size."""
     seed: int = 0
-    """Of the parameters and of the order of the data."""
+    """Random seed of the initial parameters and of the order of the data."""
     validate_every: int = 200
-    """Steps from one validation to the next; the last step is followed by one in any case."""
+    """Steps between validations; there is always one after the last step."""
     validation_windows: int = 64
-    """Windows of a validation during training, spread evenly over the validation text."""
+    """Windows per validation, spread evenly over the validation text."""
     checkpoint_every: int = 200
-    """Steps from one checkpoint to the next; the last step is followed by one in any case."""
+    """Steps between checkpoints; there is always one after the last step."""
     checkpoints: str | None = None
-    """Folder of the checkpoints; a bucket, too, such as gs://bucket/run (pip install gcsfs). None: RUN/checkpoints."""
+    """Directory of the checkpoints, or a bucket such as gs://bucket/run (pip install gcsfs). None: RUN/checkpoints."""
     keep_checkpoints: int = 2
-    """Latest checkpoints that are kept."""
+    """Number of latest checkpoints that are kept."""
     keep_every: int | None = None
-    """Checkpoints of steps that this divides are kept for good. None: only the latest."""
+    """Checkpoints at multiples of this step are never deleted. None: only the latest are kept."""
     spike_deviations: float | None = None
-    """An update is skipped where its loss is so many standard deviations above the running mean of losses (6 is
-    usual). None: only where loss or gradient are not finite."""
+    """Skip updates whose loss is this many standard deviations above its running mean (typically 6). None: only skip
+    updates whose loss or gradient is not finite."""
     skips_in_a_row: int = 10
-    """After so many updates skipped one after the other the run stops."""
+    """Stop the run after this many skipped updates in a row."""
     sample_prompt: str = "def "
-    """Start of the sample that is printed at the end."""
+    """Prompt of the sample that is printed at the end."""
     sample_tokens: int = 200
-    """Length of that sample."""
+    """Number of tokens in that sample."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
@@ -55,12 +55,12 @@ class TrainConfig:
             value = getattr(self, name)
             check(value is None or value > 0, f"{name} is {value}, but it must be positive.")
         where = self.checkpoints
-        check(where != "", "checkpoints is empty, but it must name a folder; leave it out for RUN/checkpoints.")
+        check(where != "", "checkpoints is empty, but it must name a directory; leave it out for RUN/checkpoints.")
         check(
             where is None or "://" not in where or where.startswith(("gs://", "s3://")),
             f"checkpoints is {where}, but a bucket must be one of gs:// or s3://.",
         )
-        check(bool(self.sample_prompt), 'sample_prompt is empty, but it needs a character, such as "\\n".')
+        check(bool(self.sample_prompt), 'sample_prompt is empty, but it must have a character, such as "\\n".')
         is_text = not any("\ud800" <= character <= "\udfff" for character in self.sample_prompt)
         check(is_text, f"sample_prompt is {self.sample_prompt!a}, which is not text.")
         check(self.seed < 2**32, f"seed is {self.seed}, but it must be less than 2^32.")

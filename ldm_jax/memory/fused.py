@@ -6,7 +6,7 @@ operations it is moved three times; here twice, and in the backward pass three t
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -175,31 +175,38 @@ def _spread(key: Array) -> Array:
 
 
 class DeferredWrite(NamedTuple):
-    """A write `M <- M + (v - M k) g'` of all groups side by side: still to be done, or done."""
+    """A write `M <- M + (v - M k) (g u)'` of all groups side by side, still to be done."""
 
     key: Float[Array, "*tokens G K"]
     gain: Float[Array, "*tokens G K"]
-    """`g u` of the regressions."""
+    """`g u`."""
     value: Float[Array, "*tokens D"]
-    """The value, in the compute type; once the write is done, the error `e` in the memory's type."""
+    """In the compute type."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class FusedState:
-    """The memory before the last observation (after it, once that write is done), and the covariance after it."""
+class DoneWrite(NamedTuple):
+    """The same write once it is done: what undoing it needs."""
+
+    key: Float[Array, "*tokens G K"]
+    gain: Float[Array, "*tokens G K"]
+    error: Float[Array, "*tokens D"]
+
+
+class FusedState(NamedTuple):
+    """The memory before the last observation, and the covariance after it; float32.
+
+    Between a read and the next write, the memory is that after the observation, and the last write is done.
+    """
 
     memory: Float[Array, "K *tokens D"]
     covariance: Covariance
-    last_write: DeferredWrite
-    done: bool = field(default=False, metadata={"static": True})
-    """Whether a read has done the last write: from that read to the next write."""
+    last_write: DeferredWrite | DoneWrite
 
 
 class FusedResidual(NamedTuple):
     """What undoing a read and the write after it needs: the write that the read did, and the write's own gain."""
 
-    done: DeferredWrite
+    done: DoneWrite
     gain: Gain
 
 
@@ -232,17 +239,18 @@ class Fused:
         self, state: FusedState, query: Float[Array, "*tokens G K"]
     ) -> tuple[Float[Array, "*tokens G V"], FusedState]:
         """`M q` after the deferred write, and the state in which that write is done."""
-        if state.done:
+        if isinstance(state.last_write, DoneWrite):
             raise ValueError("the last write is already done: the form fused allows one read between two writes.")
         key, gain, value = state.last_write
         memory, error, readout = self.on_devices(write_read, state.memory, key, gain, value, query)
         readout = readout.reshape(*query.shape[:-1], self.shape.value_dim)
-        return readout, FusedState(memory, state.covariance, DeferredWrite(key, gain, error), done=True)
+        return readout, FusedState(memory, state.covariance, DoneWrite(key, gain, error))
 
     def write(self, state: FusedState, observation: Observation) -> tuple[FusedState, FusedResidual]:
         """The observation enters the covariance now, and the memory at the next read."""
-        if not state.done:
+        if isinstance(state.last_write, DeferredWrite):
             _, state = self.read(state, jnp.zeros_like(state.last_write.key))
+        assert isinstance(state.last_write, DoneWrite)
         after, gain = self._defer(state.memory, state.covariance, observation)
         return after, FusedResidual(state.last_write, gain)
 
@@ -252,6 +260,7 @@ class Fused:
         assert rule is not None
         covariance = over_tokens(rule.retreat, residual.gain.size.ndim)(state.covariance, residual.gain)
         memory, value = self.on_devices(undo_write, state.memory, key, gain, error)
+        assert isinstance(state.last_write, DeferredWrite)
         value = value.astype(state.last_write.value.dtype)
         return FusedState(memory, covariance, DeferredWrite(key, gain, value))
 

@@ -147,11 +147,10 @@ SMALLEST_DISCOUNT = 2.0**-20
 
 
 def rebase(discount: Scalar) -> Scalar:
-    """A power of two `r`: 1 until the discount falls below 2^-20, then such that `r^2 discount` is near 1.
+    """A power of two `r`: 2^10 where the discount is below 2^-20, else 1.
 
     Multiplying `P` and the discount by `r^2` changes no digit of either and nothing of the regression; it keeps the
-    product of forgetting, and the weights `beta / discount`, in the range of float32 at any depth.
+    product of forgetting, and the weights `beta / discount`, in the range of float32 at any depth, for forgetting of at
+    least 1e-6.
     """
-    discount = jax.lax.stop_gradient(discount)
-    exponent = jnp.frexp(discount)[1]
-    return jnp.where(discount < SMALLEST_DISCOUNT, jnp.ldexp(jnp.ones_like(discount), -exponent // 2), 1)
+    return jnp.where(jax.lax.stop_gradient(discount) < SMALLEST_DISCOUNT, 2.0**10, 1.0).astype(discount.dtype)

@@ -78,8 +78,8 @@ class DepthMemoryConfig(MixerOptions):
             raise ValueError(f"alpha is {self.alpha}, but it must be positive, from 1e-30 to 1e30.")
         if not abs(self.initial_gain) < float("inf"):
             raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite.")
-        if self.forgetting_floor is not None and not 0 < self.forgetting_floor <= 1:
-            raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in (0, 1].")
+        if self.forgetting_floor is not None and not 1e-6 <= self.forgetting_floor <= 1:
+            raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in [1e-6, 1].")
         if self.write is Write.DELTA and not self.unit_keys:
             raise ValueError("write is delta, which diverges on long keys, but unit_keys is false: set it to true.")
         if self.write is Write.DELTA and self.form is Form.DUAL:

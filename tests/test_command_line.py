@@ -1,0 +1,62 @@
+"""Exit statuses and messages of the scripts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ldm_jax.config.command_line import run_script
+from ldm_jax.errors import DivergedError, UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def fail_with(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError("no such file."), 1), (DivergedError("the loss is nan."), 3)])
+def test_an_error_is_a_sentence_and_a_status(monkeypatch, error, status):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    code = (
+        "from ldm_jax.config.command_line import run_script\n"
+        "from ldm_jax.errors import DivergedError, UserError\n"
+        f"def main(): raise {error!r}\n"
+        "run_script(main)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (status, f"error: {error}\n")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_script(fail_with(RuntimeError("a bug")))
+
+
+def test_compare_and_retrieval(tmp_path):
+    kept = ROOT / "configs" / "compare" / "results" / "methods"
+    for name in ("runs.csv", "costs.json"):
+        (tmp_path / name).write_bytes((kept / name).read_bytes())
+
+    def script(*arguments):
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    result = script("scripts/compare.py", "report", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (kept / "results.md").read_text() in result.stdout
+    assert (tmp_path / "results.csv").read_text() == (kept / "results.csv").read_text()
+    # The kept rows are all that the configs need, so nothing is trained.
+    configs = sorted(ROOT.glob("configs/compare/*.toml"))
+    result = script("scripts/compare.py", *configs, "--out", tmp_path, "--learning-rates", 1e-3, 2e-3, 4e-3)
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "runs").exists()
+    out = tmp_path / "retrieval.png"
+    result = script("scripts/retrieval.py", "--layers", 4, "--trials", 2, "--correlations", 0, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert out.exists()
