@@ -195,6 +195,10 @@ class DepthMemory(nnx.Module):
         check_memory(state, output, self.config)
         return make_form(self.config, self.width).write(state, self.writer(output, self.forgetting()))
 
+    def weights(self, state: DualState, context: Float[Array, "*tokens D"]) -> Float[Array, "N *tokens G"]:
+        """The weight of every observation so far in a read; see `Reader.weights`."""
+        return self.reader.weights(state, context)
+
     def undo(self, state: AnyState, residual: Any) -> AnyState:
         """The state before a `recall` and the `record` after it."""
         return make_form(self.config, self.width).undo(state, residual)

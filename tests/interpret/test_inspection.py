@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ldm_jax.mixers.memory_form import Recurrent
 
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.data import Batch
@@ -15,7 +16,6 @@ from ldm_jax.interpret import figures as inspection
 from ldm_jax.interpret.figures import inspect, reader_names, source_names, write_figures
 from ldm_jax.interpret.plots import plot_inspection
 from ldm_jax.mixers import AttnResBlockConfig, LDMConfig, MixerConfig, MixerKind, Write
-from ldm_jax.mixers.memory_form import Recurrent
 from ldm_jax.nn import init_params
 
 MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)

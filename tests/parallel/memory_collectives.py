@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from ldm_jax.mixers.memory_form import MemoryState, Recurrent
 
 from ldm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ldm_jax.data import Batch
 from ldm_jax.memory import Observation
 from ldm_jax.memory.depth_scan import Backward
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, Write
-from ldm_jax.mixers.memory_form import MemoryState, Recurrent
 from ldm_jax.parallel import batch_sharding, make_mesh, shardings
 from ldm_jax.roofline.counts import COLLECTIVES
 from ldm_jax.sharding import Axis, partition

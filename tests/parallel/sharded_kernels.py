@@ -11,9 +11,9 @@ from functools import partial
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from ldm_jax.mixers.ldm_fused import on_own_part
 
 from ldm_jax.memory.fused import undo_write, write_read
-from ldm_jax.mixers.ldm_fused import on_own_part
 from ldm_jax.nn.softmax_attention import plain_attention, splash_attention
 from ldm_jax.sharding import Axis, MeshAxis, partition
 
