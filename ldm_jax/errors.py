@@ -1,5 +1,9 @@
-"""The error that a user can mend."""
+"""Errors that the user can fix."""
 
 
 class UserError(Exception):
-    """Something outside this package is wrong; the message is a sentence that says what, and what to do."""
+    """Wrong input, or an environment that fails. The message says in sentences what is wrong and what to do."""
+
+
+class DivergedError(UserError):
+    """Training stopped because the loss, the gradient or too many updates in a row were not finite."""
