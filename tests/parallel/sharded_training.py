@@ -1,6 +1,7 @@
-"""Run by test_mesh.py in a process of its own, on eight devices: training, on several meshes after one another.
+"""Run by test_mesh.py in a process with eight devices: training, and restoring on several meshes.
 
-Prints the step, a hash of every array after each start, and how far a memory's figures are from one device's.
+Prints the step, the devices and shards used, whether all meshes restore the same bits, and whether the statistics of a
+memory equal those of one device.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ def digest(tree):
 
 
 def error_of_figures():
-    """With enough matrices to keep all of LAPACK's threads busy."""
+    """Uses enough matrices to keep all of LAPACK's threads busy."""
     config = Config(ModelConfig(depth=2, width=64, heads=8, mlp_width=64), mesh=MeshConfig(tensor=8))
     config = dataclasses.replace(config, mixer=MixerConfig(ldm=LDMConfig(groups=8, latent_dim=8)))
     windows = Batch(np.random.default_rng(0).integers(256, size=(1, 64)).astype(np.int32), None)
