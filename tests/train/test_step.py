@@ -11,10 +11,10 @@ from flax import nnx
 
 from ldm_jax.config import Decay, OptimizerConfig, OptimizerName, Schedule
 from ldm_jax.data import Batch
-from ldm_jax.nn import model_graph, parts_of
+from ldm_jax.nn import model_declarations, model_graph, parts_of
 from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.checkpoints import fingerprint
-from ldm_jax.train.optimizer import learning_rate_schedule, matrices
+from ldm_jax.train.optimizer import decays, learning_rate_schedule
 from ldm_jax.train.step import MIN_LOSSES, LossRecord, is_spike, record_loss
 from runs import tiny, with_optimizer, with_train, without_memory
 
@@ -43,15 +43,16 @@ def test_one_update_is_adamw(tmp_path):
         grad = np.asarray(grad, np.float64) * 0.5 / norm
         return param - 0.005 * (grad / (np.abs(grad) + 1e-8) + 0.3 * is_matrix * param)
 
-    expected = jax.tree.map(updated, params, grads, matrices(params))
+    expected = jax.tree.map(updated, params, grads, decays(params, model_declarations(config.model, config.mixer)))
     for got, want, grad in zip(*(jax.tree.leaves(tree) for tree in (after.params, expected, grads)), strict=True):
         clear = np.abs(grad) > 1e-5  # elsewhere the gradient's sign, and so Adam's first step, is rounding error
         np.testing.assert_allclose(np.where(clear, got, 0), np.where(clear, want, 0), atol=2e-5)
 
 
 def test_only_matrices_decay(tmp_path):
-    params = make_state(tiny(tmp_path)).params
-    decayed = matrices(params)
+    config = tiny(tmp_path)
+    params = make_state(config).params
+    decayed = decays(params, model_declarations(config.model, config.mixer))
     for (path, leaf), flag in zip(
         jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(decayed), strict=True
     ):
@@ -140,10 +141,10 @@ def test_the_mixer_has_its_own_learning_rate_and_weight_decay(tmp_path):
     moved, moved_slower, start = (parts_of(tree) for tree in (plain, slower, before))
     for a, b in zip(moved["blocks"], moved_slower["blocks"], strict=True):
         assert_same_but_for_the_last_bit(a, b)
-    flags = parts_of(matrices(before))["mixer"]
-    for a, b, x, decays in zip(moved["mixer"], moved_slower["mixer"], start["mixer"], flags, strict=True):
+    flags = parts_of(decays(before, model_declarations(config.model, config.mixer)))["mixer"]
+    for a, b, x, decayed in zip(moved["mixer"], moved_slower["mixer"], start["mixer"], flags, strict=True):
         # Parameters of size 4 are float32 numbers 5e-7 apart.
-        np.testing.assert_allclose(b - x, 0.1 * (a - x) - 0.1 * 0.01 * 0.5 * x * decays, atol=5e-7)
+        np.testing.assert_allclose(b - x, 0.1 * (a - x) - 0.1 * 0.01 * 0.5 * x * decayed, atol=5e-7)
 
 
 def test_muon_makes_stacked_matrices_orthogonal(tmp_path):
