@@ -1,8 +1,8 @@
-"""Errors that a user can fix."""
+"""Errors that the user can fix."""
 
 
 class UserError(Exception):
-    """The input or the environment is wrong; the message is a sentence that says what is wrong and what to do."""
+    """Wrong input, or an environment that fails. The message says in sentences what is wrong and what to do."""
 
 
 class DivergedError(UserError):

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, never half of either."""
+"""Atomic writes: a file has either its old or its new content, never a part of either."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside `path` to write to; it is flushed to disk and renamed when all has been written.
+    """Opens a temporary file beside `path` for writing; at the end it is flushed to disk and renamed to `path`.
 
     Raises:
-        OSError: as of writing a file; the old file is as it was.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -27,15 +27,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes to a temporary name beside the file, flushes it to disk, then renames it.
+    """Replaces the content of a file, as `replacing`.
 
     Raises:
-        OSError: as of writing a file; the old file is as it was.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def user_cache() -> Path:
-    """The folder for what can be made again; not made here."""
+    """The directory for files that can be computed again. This function does not create it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ldm_jax"

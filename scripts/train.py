@@ -9,7 +9,7 @@ from ldm_jax.train import train
 
 
 def main() -> None:
-    """Parses and trains."""
+    """Parses the command line and trains."""
     arguments = parse_train_arguments(sys.argv[1:])
     if (hosts := arguments.hosts) is not None:
         join(hosts)
@@ -17,4 +17,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, "interrupted: the same command goes on from the last checkpoint.")
+    run_script(main, "interrupted: run the same command again to resume from the last checkpoint.")

@@ -27,7 +27,7 @@ SHARED = {
     "files",
     "config",
     "options",
-    "live_line",
+    "progress",
     "plots",
 }  # may be imported from anywhere that may import theirs
 MODULES = sorted(ROOT.glob("ldm_jax/**/*.py"))

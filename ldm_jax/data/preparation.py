@@ -22,7 +22,6 @@ from ldm_jax.data.documents import (
     content_hash,
     is_validation,
 )
-from ldm_jax.data.preparation_line import PreparationLine
 from ldm_jax.data.prepared_corpus import (
     MANIFEST_FILE,
     PARTS,
@@ -47,6 +46,7 @@ from ldm_jax.data.tokenizer import (
 )
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
+from ldm_jax.progress import PreparationLine
 
 BPE = "bpe"
 LOCK_FILE = ".lock"
@@ -146,10 +146,12 @@ def prepare(options: PrepareOptions, out: Path, console: Console | None = None) 
                 tokenizer = options.make_tokenizer(source)
                 tokenizer.save(directory.path)
             writer = _ShardWriter(options, directory, tokenizer, progress)
-            with PreparationLine(console, progress, source) as line:
+            done = 0.0 if progress.position is None else source.done(progress.position) or 0.0
+            with PreparationLine(console, progress.tokens, done) as line:
                 for batch, tokens in _tokenize(source, tokenizer, progress.position):
                     writer.add(batch, tokens)
-                    line.show(writer.progress, writer.tokens, batch.next_position)
+                    total = writer.progress.tokens + writer.tokens
+                    line.show(writer.progress.shards, total, source.done(batch.next_position))
                 writer.write()
         manifest = writer.manifest()
         directory.finish(manifest)

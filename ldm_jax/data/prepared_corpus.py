@@ -78,6 +78,11 @@ class PreparationProgress:
     train: tuple[ShardRecord, ...] = ()
     validation: tuple[ShardRecord, ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in the complete shards."""
+        return sum(shard.tokens for shard in (*self.train, *self.validation))
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -1,29 +1,29 @@
-"""One program over many devices: the mesh, and where the arrays of a training state and of a batch lie on it."""
+"""One program on many devices and hosts: the mesh, and the processes of a job."""
 
 from ldm_jax.parallel.agreement import (
     StopVote,
     code_fingerprint,
     first_failure,
-    leader_does,
+    on_leader,
     require_same,
     wait_for_all,
 )
-from ldm_jax.parallel.hosts import Hosts, ending_together, join, leads
+from ldm_jax.parallel.hosts import Hosts, ending_together, is_leader, join
 from ldm_jax.parallel.mesh import check_mesh, make_mesh, slices_of
-from ldm_jax.parallel.rows import RowsHere
+from ldm_jax.parallel.rows import LocalRows
 
 __all__ = [
     "Hosts",
-    "RowsHere",
+    "LocalRows",
     "StopVote",
     "check_mesh",
     "code_fingerprint",
     "ending_together",
     "first_failure",
+    "is_leader",
     "join",
-    "leader_does",
-    "leads",
     "make_mesh",
+    "on_leader",
     "require_same",
     "slices_of",
     "wait_for_all",

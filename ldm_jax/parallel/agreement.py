@@ -1,6 +1,6 @@
-"""What the processes of a job tell each other: that they are the same, what has failed, that they shall stop.
+"""Agreement among the processes of a job: same inputs, first failure, common stop.
 
-All processes have to call these together. In a job of one process nothing is sent.
+All processes must call these functions together. In a job of one process they do not communicate.
 """
 
 import hashlib
@@ -15,23 +15,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from ldm_jax.errors import UserError
-from ldm_jax.parallel.hosts import leads
+from ldm_jax.parallel.hosts import is_leader
 
 TEXT_BYTES = 1024
-"""Of a sentence that is sent to all; the rest is cut off."""
+"""Longest sentence that is sent to all processes; the rest is cut off."""
 
 
 def code_fingerprint() -> str:
     """A hash of this package's source files."""
-    folder = Path(__file__).parents[1]
-    found = hashlib.blake2b()
-    for file in sorted(folder.rglob("*.py")):
-        found.update(str(file.relative_to(folder)).encode() + file.read_bytes())
-    return found.hexdigest()
+    package = Path(__file__).parents[1]
+    digest = hashlib.blake2b()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def require_same(texts: Mapping[str, str]) -> None:
-    """Raises UserError on every process, unless each text, by name, is the same on all."""
+    """Compares texts, given by name, among the processes.
+
+    Raises:
+        UserError: on every process, if a text is not the same on all.
+    """
     if jax.process_count() == 1:
         return
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts.values()]
@@ -43,11 +47,11 @@ def require_same(texts: Mapping[str, str]) -> None:
         if (others := np.flatnonzero(row).tolist())
     ]
     if phrases:
-        raise UserError(f"{', '.join(phrases)}: not as on process 0. All processes need the same.")
+        raise UserError(f"{', '.join(phrases)}: not the same as on process 0. All processes need the same.")
 
 
 def first_failure(why: str | None) -> str | None:
-    """The sentence of the first process that has one; None if all went well everywhere."""
+    """The sentence of the first process that has one; None if no process has."""
     if jax.process_count() == 1:
         return why
     text = np.zeros(TEXT_BYTES, np.uint8)
@@ -60,14 +64,14 @@ def first_failure(why: str | None) -> str | None:
 
 
 def wait_for_all() -> None:
-    """Returns when all processes have come here."""
+    """Waits until all processes have called this."""
     first_failure(None)
 
 
-def leader_does(task: Callable[[], None]) -> None:
-    """Runs the task on process 0 while the others wait. Its UserError is raised on all."""
+def on_leader(task: Callable[[], None]) -> None:
+    """Runs the task on process 0 while the others wait. If it raises UserError, all processes do."""
     why = None
-    if leads():
+    if is_leader():
         try:
             task()
         except UserError as error:
@@ -79,19 +83,19 @@ def leader_does(task: Callable[[], None]) -> None:
 
 
 class StopVote:
-    """Whether a process has been asked to stop: all have the same answer at the same step."""
+    """Whether any process has received a signal to stop; the answer at each step is the same on all."""
 
     def __init__(self, mesh: Mesh):
-        self._place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._before: Int[Array, ""] | None = None
+        self._previous: Int[Array, ""] | None = None
 
     def cast(self, signal: int) -> int:
-        """Gives this process's signal, 0 for none; returns the largest that was given the last time.
+        """Sends this process's signal, 0 for none, and returns the largest signal of the previous call.
 
-        That one has long been summed up: no device waits for the answer.
+        The previous maximum is already computed, so no device waits for the result.
         """
-        devices = self._place.mesh.size
-        own = jax.make_array_from_callback((devices,), self._place, lambda index: np.full(1, signal, np.int32))
-        before, self._before = self._before, self._largest(own)
-        return 0 if before is None else int(before)
+        devices = self._sharding.mesh.size
+        own = jax.make_array_from_callback((devices,), self._sharding, lambda index: np.full(1, signal, np.int32))
+        previous, self._previous = self._previous, self._largest(own)
+        return 0 if previous is None else int(previous)

@@ -1,4 +1,4 @@
-"""The mesh of devices."""
+"""The device mesh of a config."""
 
 import math
 from collections.abc import Sequence
@@ -16,17 +16,18 @@ from ldm_jax.sharding import ALONG, Axis, MeshAxis
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a config; the fastest connections are within `tensor`, the slowest, between slices, within `data`.
+    """The mesh of a config.
 
-    Where `mesh.data` is left out, it is the most that divides the batch: some devices may stay idle.
+    `tensor` gets the fastest links between devices, and `data` the slowest, those between slices. If `mesh.data` is
+    None, it becomes the largest size that divides the batch; some devices may then stay idle.
 
     Args:
-        config: its `[mesh]`, and what that is to divide.
-        devices: None: all there are.
+        config: the options in `[mesh]`, and the sizes that they must divide.
+        devices: the devices to use; None for all.
 
     Raises:
-        UserError: the numbers of devices do not fit, or do not divide what they are to share; several processes of
-            which some would be idle.
+        UserError: the mesh does not fit the devices, or does not divide a size that it shards, or a job of several
+            processes would leave devices idle.
     """
     devices = jax.devices() if devices is None else devices
     try:
@@ -37,8 +38,8 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     used = math.prod(sizes.values())
     if used < len(devices) and jax.process_count() > 1:
         raise UserError(
-            f"train.batch_size {config.train.batch_size} in {config.train.accumulation} parts leaves {used} of "
-            f"{len(devices)} devices something to do, but all of several processes have to be used: change one of them."
+            f"train.batch_size {config.train.batch_size} with train.accumulation {config.train.accumulation} uses only "
+            f"{used} of {len(devices)} devices, but a job of several processes must use all: change one of them."
         )
     return Mesh(
         _arranged(tuple(sizes.values()), devices[:used]),
@@ -48,7 +49,7 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def slices_of(devices: Sequence[Any]) -> int:
-    """How many slices of TPUs, with a network of their own each, the devices are of; 1 for other devices."""
+    """The number of TPU slices that the devices belong to; 1 for other devices."""
     return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
 
 
@@ -59,8 +60,8 @@ def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     data, *others = shape
     if data % slices:
         raise UserError(
-            f"mesh.data is {data}, but the devices are of {slices} slices, between which only data is shared: make it "
-            f"a multiple of {slices}."
+            f"mesh.data is {data}, but it must be a multiple of the number of slices, {slices}: only the axis data "
+            "spans several slices."
         )
     own = (data // slices, *others)
     across = (slices, *(1 for _ in others))
@@ -68,7 +69,7 @@ def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
 
 
 def check_mesh(config: Config, sizes: dict[MeshAxis, int]) -> None:
-    """Raises UserError unless the axes of the mesh divide what lies along them."""
+    """Raises UserError unless each mesh axis evenly divides the dimensions that it shards."""
     model = config.model
     part = config.train.batch_size // config.train.accumulation
     shared = [
@@ -89,11 +90,11 @@ def check_mesh(config: Config, sizes: dict[MeshAxis, int]) -> None:
             raise UserError(f"{name} is {size}, which {along} = {parts} does not divide: change one of them.")
     if model.attention is AttentionImplementation.CUDNN and sizes[MeshAxis.CONTEXT] > 1:
         raise UserError(
-            f"mesh.context is {sizes[MeshAxis.CONTEXT]}, but model.attention cudnn needs whole windows: take xla."
+            f"mesh.context is {sizes[MeshAxis.CONTEXT]}, but model.attention cudnn needs whole windows: set it to xla."
         )
     part = config.data.context // sizes[MeshAxis.CONTEXT]
     if model.attention is AttentionImplementation.FLASH and part % TILE:
         raise UserError(
-            f"a device has {part} tokens of a window (data.context / mesh.context), but model.attention flash takes "
-            f"multiples of {TILE}: change one of them, or take xla."
+            f"a device has {part} tokens of a window (data.context / mesh.context), but model.attention flash needs "
+            f"a multiple of {TILE}: change one of them, or set model.attention to xla."
         )

@@ -1,84 +1,89 @@
-"""Checkpoints of a run: written beside the training, whole or not at all, and checked when they are read."""
+"""Checkpoints of a run: saved asynchronously and atomically, and verified when they are restored."""
 
 import contextlib
 import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jaxtyping import Array, UInt32
 
 from ldm_jax.errors import UserError
-from ldm_jax.parallel import first_failure, leader_does, leads, wait_for_all
-from ldm_jax.train.fingerprint import fingerprint
+from ldm_jax.parallel import first_failure, is_leader, on_leader, wait_for_all
+from ldm_jax.sharding import constrain
 from ldm_jax.train.step import TrainState
-from ldm_jax.train.storage_errors import LONGEST_WAIT, not_of_storage, reason, reason_of_all
 
-SPARE_BYTES = 2_000_000  # beside the arrays: their index, their metadata, the metrics
+SPARE_BYTES = 2_000_000
+"""Disk space that a save needs beside its arrays: index, metadata, metrics."""
+TIMEOUT_SECONDS = 300
+"""How long one process waits for another before a save or a restore fails."""
 
 
 class Progress(NamedTuple):
-    """What a checkpoint holds beside the training state. All of it is numbers and text."""
+    """What a checkpoint holds beside the training state; it is stored as JSON."""
 
     windows: int
-    """Training windows consumed: the position in the data, whatever the batch size and the number of hosts."""
+    """Training windows consumed. This is the position in the data, for any batch size and number of hosts."""
     seconds: float
-    """Time spent, over all starts."""
+    """Training time of all starts together."""
     corpus: str
     """Fingerprint of the corpora."""
     config: str
     """The whole config, as TOML."""
     tokenizer: dict[str, str]
-    """The tokeniser's files, by name."""
+    """Content of the tokenizer's files, by file name."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder, one subfolder a step: the latest `keep`, and every step that `keep_every` divides.
+    """The checkpoints in a directory: the latest `keep`, and all whose step is a multiple of `keep_every`.
 
-    One is written by other threads while training goes on. What goes wrong is returned as a sentence, so that training
-    need not end for it. Of several processes each writes its own arrays, and all have to make the same calls; what goes
-    wrong in one is returned in all.
+    Saves run in the background. Failures are returned as sentences rather than raised, so that training can continue.
+    With several processes, each saves its own shards; all must make the same calls, and all return the same failure.
     """
 
-    def __init__(self, folder: epath.PathLike, keep: int, keep_every: int | None = None):
-        self._bucket = "://" in str(folder)
-        self._folder = epath.Path(folder) if self._bucket else epath.Path(folder).absolute()
+    def __init__(self, directory: epath.PathLike, keep: int, keep_every: int | None = None):
+        self._bucket = "://" in str(directory)
+        self._directory = epath.Path(directory) if self._bucket else epath.Path(directory).absolute()
         several = jax.process_count() > 1
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
             enable_async_checkpointing=True,
             create=not several,
-            async_options=ocp.AsyncOptions(timeout_secs=LONGEST_WAIT) if several else None,
-            # Named, processes wait for each other without their devices, and not for ever.
+            async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT_SECONDS) if several else None,
+            # With the active processes named, barriers do not use the devices and have a timeout.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 active_processes=set(range(jax.process_count())) if several else None
             ),
         )
         if several:
-            leader_does(lambda: _make_folder(self._folder))
-        logging.getLogger("absl").addFilter(not_of_storage)
+            on_leader(lambda: _make_directory(self._directory))
+        logging.getLogger("absl").addFilter(_not_from_orbax)
         try:
-            self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+            self._manager = ocp.CheckpointManager(self._directory, options=self._options)
         except ImportError as error:
             raise UserError(
-                f"{folder} cannot be reached: {error} (pip install gcsfs for gs://, s3fs for s3://)."
+                f"{directory} cannot be reached: {error} (pip install gcsfs for gs://, s3fs for s3://)."
             ) from error
         self._saving: int | None = None
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint that was written to its end, or None."""
+        """The step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, progress: Progress) -> str | None:
-        """Starts to write a checkpoint, after a `wait` for the one before; the state may change at once.
+        """Starts to save a checkpoint; `wait` must have been called for the one before. `state` may be donated at once.
 
-        Returns why it cannot be written, as a sentence, or None. What was written earlier is untouched.
+        Returns:
+            None, or why the checkpoint cannot be saved, as a sentence. Earlier checkpoints are untouched.
         """
         if (why := first_failure(self._lack_of_space(state))) is not None:
             return self._failed(step, why)
@@ -87,17 +92,17 @@ class Checkpoints:
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(_saved(state)),  # pyright: ignore[reportCallIssue]
                 progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
-                fingerprint=ocp.args.JsonSave(_fingerprint(state, progress)),  # pyright: ignore[reportCallIssue]
+                fingerprint=ocp.args.JsonSave(_digests(state, progress)),  # pyright: ignore[reportCallIssue]
             )
             if not self._manager.save(step, args=items):
-                raise OSError(f"the folder has a checkpoint of step {self.latest_step()} already")
+                raise OSError(f"the directory already has a checkpoint of step {self.latest_step()}")
             self._saving = step
-        except Exception as error:  # the storage layer raises types of its own
-            why = reason(error)
+        except Exception as error:  # Orbax and its storage drivers raise types of their own
+            why = _reason(error)
         return self._outcome(step, why)
 
     def wait(self) -> str | None:
-        """Waits until the last checkpoint is written. Returns why it could not be, or None."""
+        """Waits until the last save is complete. Returns None, or why it failed, as a sentence."""
         step, self._saving = self._saving, None
         if step is None:
             return None
@@ -105,54 +110,57 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            why = reason(error)
+            why = _reason(error)
         return self._outcome(step, why)
 
     def remove_leftovers(self) -> None:
-        """Removes what a save that was broken off has left. Only for the one process that trains."""
-        if leads():
-            for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
+        """Removes temporary directories of interrupted saves. Only for the job that trains in the directory."""
+        if is_leader():
+            for leftover in self._directory.glob("*.orbax-checkpoint-tmp"):
                 with contextlib.suppress(OSError):
                     leftover.rmtree()
         wait_for_all()
 
     def _outcome(self, step: int, why: str | None) -> str | None:
-        why = reason_of_all(why)
+        why = _reason_of_all(why)
         return None if why is None else self._failed(step, why)
 
     def _failed(self, step: int, why: str) -> str:
         self._saving = None
         self.remove_leftovers()
-        self._manager.reload()  # it counts the failed one among those that there are
-        kept = self.latest_step()
-        return f"the checkpoint of step {step} could not be written to {self._folder}: {why} " + (
-            "There is no earlier one." if kept is None else f"The one of step {kept} is kept."
+        self._manager.reload()  # else it lists the failed checkpoint
+        latest = self.latest_step()
+        return f"the checkpoint of step {step} could not be written to {self._directory}: {why} " + (
+            "There is no earlier one." if latest is None else f"The checkpoint of step {latest} is kept."
         )
 
     def _lack_of_space(self, state: TrainState) -> str | None:
+        """Checked before a save, because a save that fails halfway costs its whole time."""
         if self._bucket:
             return None
-        # Asked beforehand: a write that fails halfway has cost its time.
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + SPARE_BYTES
         try:
-            free = shutil.disk_usage(self._folder).free
+            free = shutil.disk_usage(self._directory).free
         except OSError as error:
-            return reason(error)
-        return (
-            f"it needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB left." if free < needed else None
-        )
+            return _reason(error)
+        if free >= needed:
+            return None
+        return f"it needs {needed / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.1f} MB left."
 
     def restore_latest(self, like: TrainState) -> tuple[TrainState, Progress, list[str]] | None:
-        """The state and progress of the newest checkpoint that is whole; None if there is no checkpoint at all.
+        """Restores the newest checkpoint that is intact.
 
-        One that cannot be read, or whose content is not what was written, is passed over, and a sentence for it is
-        among those returned. Nothing on disk changes: another process may be training there.
+        A checkpoint that cannot be read, or whose content does not match its fingerprint, is skipped. Nothing on disk
+        changes, because another process may be training there.
 
         Args:
-            like: a state of the shapes and types wanted.
+            like: a state with the shapes, types and shardings wanted.
+
+        Returns:
+            State, progress, and a warning for each skipped checkpoint; None if there is no checkpoint at all.
 
         Raises:
-            UserError: there are checkpoints, but none is whole or of this model.
+            UserError: there are checkpoints, but none is intact or none is of this model.
         """
         warnings: list[str] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -160,18 +168,19 @@ class Checkpoints:
             try:
                 restored = self._restore(step, like)
             except Exception as error:
-                gone = not (self._folder / str(step)).exists()
-                if gone and jax.process_count() == 1:  # another process trains, and keeps the latest only
+                removed = not (self._directory / str(step)).exists()
+                if removed and jax.process_count() == 1:  # by another process, which trains and keeps only the latest
                     self._manager.reload()
                     return self.restore_latest(like)
-                why = reason(error)
-            if (why := reason_of_all(why)) is not None:
-                warnings.append(f"the checkpoint of step {step} in {self._folder} is damaged: {why}")
+                why = _reason(error)
+            if (why := _reason_of_all(why)) is not None:
+                warnings.append(f"the checkpoint of step {step} in {self._directory} is corrupt: {why}")
             elif restored is not None:
                 return *restored, warnings
         if warnings:
             raise UserError(
-                f"no checkpoint in {self._folder} can be read. {warnings[0]} Restore one, or give another --run."
+                f"no checkpoint in {self._directory} can be read: {warnings[0]} Restore one from a backup, or give "
+                "another --run."
             )
         return None
 
@@ -184,40 +193,94 @@ class Checkpoints:
         )
         restored = self._manager.restore(step, args=items)
         state, progress = like._replace(**restored["state"]), Progress(**restored["progress"])
-        if _fingerprint(state, progress) != restored["fingerprint"]:
-            raise ValueError("its content is not what was written")
+        if _digests(state, progress) != restored["fingerprint"]:
+            raise ValueError("its content does not match its fingerprint")
         if int(state.step) != step:
-            raise ValueError(f"it is of step {int(state.step)}")
+            raise ValueError(f"it holds the state of step {int(state.step)}")
         expected, found = (jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in (like, state))
         assert found == expected, "a restored array has another type"
         return state, progress
 
-    def put_aside(self, later_than: int) -> None:
-        """Renames the folders of damaged checkpoints, so that their steps can be saved again. As `remove_leftovers`."""
-        for step in self._manager.all_steps() if leads() else ():
+    def rename_corrupt(self, later_than: int) -> None:
+        """Renames the directories of skipped checkpoints, so that their steps can be saved again.
+
+        Only for the job that trains in the directory.
+        """
+        for step in self._manager.all_steps() if is_leader() else ():
             if step > later_than:
-                names = (self._folder / f"{step}.damaged{number or ''}" for number in itertools.count())
-                (self._folder / str(step)).rename(next(name for name in names if not name.exists()))
+                names = (self._directory / f"{step}.corrupt{number or ''}" for number in itertools.count())
+                (self._directory / str(step)).rename(next(name for name in names if not name.exists()))
         wait_for_all()
         self._manager.reload()
 
     def close(self) -> None:
-        """Ends the manager's threads."""
+        """Stops the background threads."""
         self._manager.close()
 
 
-def _make_folder(folder: epath.Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+@jax.jit
+def fingerprint(tree: Any) -> UInt32[Array, " leaves"]:
+    """A number for each leaf: the sum of its entries' bits, each times an odd number that depends on its index.
+
+    The sum is of integers modulo 2^32, so it does not depend on the number of devices or on the sharding. A change of a
+    single entry always changes it; any other change is missed with a probability of about 2^-32.
+    """
+    return constrain(jnp.stack([_leaf_fingerprint(leaf) for leaf in jax.tree.leaves(tree)]), None)
+
+
+def _leaf_fingerprint(leaf: Array) -> UInt32[Array, ""]:
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32) if leaf.dtype.itemsize == 4 else leaf.astype(jnp.uint32)
+    index, stride = jnp.zeros(leaf.shape, jnp.uint32), 1
+    for axis in reversed(range(leaf.ndim)):
+        index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= leaf.shape[axis]
+    # Odd factors: multiplication by one is invertible modulo 2^32, so that no bit is lost.
+    return jnp.sum(bits * (2 * (index * jnp.uint32(2654435761)) + 1), dtype=jnp.uint32)
+
+
+def _digests(state: TrainState, progress: Progress) -> dict[str, Any]:
+    text = json.dumps(progress._asdict(), sort_keys=True)
+    leaves = np.asarray(fingerprint(_saved(state))).tolist()
+    return {"leaves": leaves, "progress": hashlib.blake2b(text.encode()).hexdigest()[:16]}
 
 
 def _saved(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in state._asdict().items() if part is not None}
 
 
-def _fingerprint(state: TrainState, progress: Progress) -> dict[str, Any]:
-    text = json.dumps(progress._asdict(), sort_keys=True)
-    leaves = np.asarray(fingerprint(_saved(state))).tolist()
-    return {"leaves": leaves, "progress": hashlib.blake2b(text.encode()).hexdigest()[:16]}
+def _make_directory(directory: epath.Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written: {error.strerror}.") from error
+
+
+_TIMED_OUT = f"it timed out after {TIMEOUT_SECONDS} seconds of waiting for another process"
+
+
+def _reason(error: BaseException) -> str:
+    """The cause of a storage error in one sentence; Orbax's own message names every layer that it passed through."""
+    if jax.process_count() > 1 and re.search("Barrier timed out|Timed out while waiting", str(error)):
+        # The timeout can be the consequence of an error on this process, which then says more.
+        return f"{_TIMED_OUT}." if error.__context__ is None else _reason(error.__context__)
+    text = str(error).strip()
+    found = re.search(r": ([^:\[\]]+) \[os_error_code=", text)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    elif found is not None:
+        text = found[1]
+    return (text.splitlines() or [type(error).__name__])[0][:300].rstrip(".") + "."
+
+
+def _reason_of_all(why: str | None) -> str | None:
+    """The reason of the first process that has one. A timeout counts last, because another process has caused it."""
+    if jax.process_count() == 1:
+        return why
+    why = why and f"process {jax.process_index()}: {why}"
+    timed_out = why is not None and _TIMED_OUT in why
+    return first_failure(None if timed_out else why) or first_failure(why)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Drops Orbax's long log messages about errors that it also raises, which are reported in one sentence."""
+    return not (record.levelno >= logging.WARNING and "orbax" in record.pathname)

@@ -1,4 +1,4 @@
-"""Training: from a config and a folder to a trained model, resumable at every checkpoint."""
+"""A training run: everything before, around and after the loop."""
 
 import contextlib
 import importlib.metadata
@@ -19,94 +19,99 @@ from ldm_jax.files import write_atomically
 from ldm_jax.infer import Sampling, complete
 from ldm_jax.mixers import Form, MixerKind
 from ldm_jax.nn import count_parameters, model_graph
-from ldm_jax.parallel import code_fingerprint, first_failure, leader_does, leads, make_mesh, require_same
+from ldm_jax.parallel import code_fingerprint, first_failure, is_leader, make_mesh, on_leader, require_same
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.loop import Loop
-from ldm_jax.train.run_directory import RunDirectory, checkpoints_folder
+from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
+from ldm_jax.train.sinks import MetricsLogger
 from ldm_jax.train.step import TrainState, make_state
 from ldm_jax.train.stop_signal import StopSignal
 
 SAME_PACKAGES = "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
-"""On all hosts, in the same versions."""
+"""Packages that need the same version on all hosts."""
 SHARED_STORAGE_SECONDS = 30.0
-"""Until a file that one host has written is seen by another."""
+"""How long a file that one host has written may take to be visible on the others."""
 
 
 def train(config: Config, path: Path, console: Console | None = None) -> TrainState:
-    """Trains until `train.steps` and returns the final state; `path` then holds config, metrics, checkpoints, sample.
+    """Trains until `train.steps`; the directory `path` then holds the config, metrics, checkpoints and a sample.
 
-    A run that `path` holds already goes on from its last whole checkpoint, to the same bits as if it had not stopped.
-    At SIGTERM or SIGINT it saves and returns early.
+    A run that is already in `path` is resumed from its last intact checkpoint, and ends with the same bits as one that
+    was never interrupted. SIGTERM and SIGINT save a checkpoint and end the training early.
 
-    In a job of several processes, which `jax.distributed` has set up, all call this with the same config and a folder
-    on storage that they share (or have `train.checkpoints` on such). The first one writes and prints; a signal to any
-    of them stops all at the same step.
+    With several processes, which `jax.distributed` connects, all call this function with the same config, and with the
+    same `path` on shared storage (or with `train.checkpoints` on shared storage). Process 0 writes and prints. A signal
+    to any process stops all of them after the same step.
+
+    Returns:
+        The final state.
 
     Raises:
-        UserError: the corpus or the folder does not serve, too many updates in a row were skipped, the last checkpoint
-            could not be written, or the processes are not the same.
+        DivergedError: loss or gradient are not finite, or too many updates in a row were skipped.
+        UserError: the corpus or the directory cannot be used, the last checkpoint cannot be written, or the processes
+            differ.
     """
     console = console or Console()
-    console.quiet = console.quiet or not leads()
-    require_same({"code": code_fingerprint(), "installed packages": _packages()})  # which say what options there are
+    console.quiet = console.quiet or not is_leader()
+    require_same({"code": code_fingerprint(), "installed packages": _packages()})  # before options, which depend on it
     require_same({name: repr(value) for name, value in options_by_name(config).items()})
     _check_device(config)
     mesh = make_mesh(config) if jax.device_count() > 1 else None
-    on_mesh = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
-    with on_mesh, StopSignal() as stop, contextlib.closing(RunDirectory(path)) as directory:
+    mesh_context = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    with mesh_context, StopSignal() as stop, contextlib.closing(RunDirectory(path)) as directory:
         data = load_data(config.data, config.model.vocabulary)
         require_same({"corpus": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
-        changes = _open(directory, config)
+        notes = [f"changed     {change}" for change in _open(directory, config)]
         keep = config.train.keep_checkpoints, config.train.keep_every
-        with contextlib.closing(Checkpoints(checkpoints_folder(config, path), *keep)) as checkpoints:
+        with contextlib.closing(Checkpoints(checkpoint_directory(config, path), *keep)) as checkpoints:
             checkpoints.remove_leftovers()
-            state, warnings = make_state(config, mesh), []
+            state = make_state(config, mesh)
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:
-                state, restored_progress, warnings = restored
-                if restored_progress.tokenizer != progress.tokenizer:
+                tokenizer = progress.tokenizer
+                state, progress, warnings = restored
+                if progress.tokenizer != tokenizer:
                     raise UserError(
                         f"the run in {path} was trained with another tokenizer than that of the data: restore the "
                         "corpus, or give another --run."
                     )
-                progress = restored_progress
-                checkpoints.put_aside(later_than=int(state.step))
-            notes = [f"changed     {change}" for change in changes] + [f"warning     {warning}" for warning in warnings]
+                checkpoints.rename_corrupt(later_than=int(state.step))
+                notes += [f"warning     {warning}" for warning in warnings]
             _introduce(console, config, path, data, mesh, state, progress, notes)
             if int(state.step) < config.train.steps:
-                leader_does(lambda: directory.store(config))
+                on_leader(lambda: directory.store(config))
                 progress = progress._replace(config=config_to_toml(config), corpus=data.fingerprint)
-                loop = Loop(config, directory, checkpoints, data, console, progress, stop, mesh)
-                with contextlib.closing(loop):
+                with contextlib.closing(MetricsLogger(config, path, int(state.step))) as metrics:
+                    if metrics.warning is not None:
+                        _print(console, f"warning     {metrics.warning}")
+                    loop = Loop(config, path, data, checkpoints, metrics, console, progress, stop, mesh)
                     state = loop.run(state)
         if int(state.step) < config.train.steps:
-            _say(console, f"stopped by {stop.name} at step {state.step}: the same command goes on from there")
+            _print(console, f"stopped by {stop.name} after step {state.step}: run the same command again to resume")
         else:
             _sample(config, directory, data.tokenizer, state, console)
     return state
 
 
 def _open(directory: RunDirectory, config: Config) -> list[str]:
-    """Opens the folder, and returns what has changed. One process does, and the others look whether they see it."""
+    """Opens the directory on process 0, checks that the other processes see it, and returns what has changed."""
     changes: list[str] = []
 
-    def open_and_mark() -> None:
+    def open_and_store() -> None:
         changes.extend(directory.open(config))
         if not directory.config_file.exists():
-            directory.store(config)  # before the folder holds anything else, so that it is known for a run
+            directory.store(config)  # before any other file, because it marks the directory as a run
 
-    leader_does(open_and_mark)
+    on_leader(open_and_store)
     if config.train.checkpoints is not None:
-        return changes  # the others need nothing of the folder
-    seen = directory.config_file.exists()
+        return changes  # the other processes do not use the directory
     end = time.monotonic() + SHARED_STORAGE_SECONDS
-    while not seen and time.monotonic() < end:
+    while not (seen := directory.config_file.exists()) and time.monotonic() < end:
         time.sleep(0.5)
-        seen = directory.config_file.exists()
     unseen = None if seen else f"process {jax.process_index()} does not see the run of process 0 in {directory.path}"
     if (failure := first_failure(unseen)) is not None:
         raise UserError(
-            f"{failure}: give all the same --run, on storage that all hosts share, or have train.checkpoints on such."
+            f"{failure}: give the same --run on storage that all hosts share, or set train.checkpoints to such storage."
         )
     return changes
 
@@ -126,17 +131,17 @@ def _check_device(config: Config) -> None:
     if mixer.kind is MixerKind.LDM and mixer.ldm.form is Form.FUSED and here != "tpu":
         raise UserError(
             f"mixer.ldm.form is fused, but JAX runs on {here} here: its kernel is for TPUs. Set mixer.ldm.form to "
-            "recurrent, which has the same numbers and parameters."
+            "recurrent, which has the same parameters and results."
         )
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        return {file.name: file.read_bytes().decode() for file in sorted(Path(folder).iterdir())}
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save(Path(directory))
+        return {file.name: file.read_bytes().decode() for file in sorted(Path(directory).iterdir())}
 
 
-def _say(console: Console, line: str) -> None:
+def _print(console: Console, line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -150,7 +155,6 @@ def _introduce(
     progress: Progress,
     notes: list[str],
 ) -> None:
-    """What is trained, on what, from where."""
     parts = count_parameters(state.params)
     tokens = config.train.steps * config.train.batch_size * config.data.context
     count = " + ".join(f"{count:,} {part}" for part, count in parts.items())
@@ -159,43 +163,46 @@ def _introduce(
         f"\ndevice      {_devices(mesh)}, jax {jax.__version__}",
         f"parameters  {sum(parts.values()):,} = {count}",
         f"corpus      {data.describe()}",
-        f"training    {config.train.steps:,} steps, {tokens:,} tokens to see",
+        f"training    {config.train.steps:,} steps, {tokens:,} tokens",
         *notes,
     ]
     if progress.corpus != data.fingerprint:
-        lines.append(
-            "changed     the corpus is not the one that the run was started on: the data goes on with the new one"
-        )
+        lines.append("changed     the corpus has changed since the run was started; training continues on the new one")
     done = int(state.step)
     if done >= config.train.steps:
-        lines.append(f"run         {path} is finished at step {done}; a higher train.steps continues it")
+        lines.append(f"run         {path} is finished at step {done}; raise train.steps to continue it")
     else:
-        lines.append(f"run         {path}, " + (f"goes on from step {done}" if done else "new"))
+        lines.append(f"run         {path}, " + (f"resuming from step {done}" if done else "new"))
     for line in lines:
-        _say(console, line)
+        _print(console, line)
 
 
 def _devices(mesh: Mesh | None) -> str:
-    """What the work is done by, and how it is shared."""
-    device, there, hosts = jax.devices()[0], jax.device_count(), jax.process_count()
+    device, available, hosts = jax.devices()[0], jax.device_count(), jax.process_count()
     used = 1 if mesh is None else mesh.size
     text = f"{used} x {device.platform} ({device.device_kind})" + (f" over {hosts} processes" if hosts > 1 else "")
     if mesh is not None and used > 1:
         text += ", " + " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
-    if used < there:
-        text += f"; {there - used} of {there} are idle, as train.batch_size and [mesh] divide the work"
+    if used < available:
+        text += f"; {available - used} of {available} are idle: train.batch_size and [mesh] do not use them"
     return text
 
 
 def _sample(config: Config, directory: RunDirectory, tokenizer: Tokenizer, state: TrainState, console: Console) -> None:
-    """Writes and prints what the model makes of the prompt."""
+    """Writes and prints a continuation of `train.sample_prompt`."""
     graph, prompt = model_graph(config.model, config.mixer), config.train.sample_prompt
     pieces = complete(
-        graph, state.trained, tokenizer, [prompt], config.data.context, config.train.sample_tokens, sampling=Sampling()
+        graph,
+        state.eval_params,
+        tokenizer,
+        [prompt],
+        config.data.context,
+        config.train.sample_tokens,
+        sampling=Sampling(),
     )
     text = prompt + b"".join(piece for (piece,) in pieces).decode(errors="replace")
-    leader_does(lambda: _store_sample(directory.sample_file, text))
-    _say(console, text)
+    on_leader(lambda: _store_sample(directory.sample_file, text))
+    _print(console, text)
 
 
 def _store_sample(file: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the rows of metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""Where metrics go: `metrics.jsonl`, TensorBoard, Weights & Biases."""
 
 import contextlib
 import importlib.util
@@ -13,27 +13,55 @@ from ldm_jax.config import Config
 from ldm_jax.config.toml import config_to_table
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
-from ldm_jax.train.metrics import Row
+from ldm_jax.parallel import is_leader
+from ldm_jax.train.metrics import MetricsFile, Row
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes rows."""
+    """A destination of metrics."""
 
     def write(self, row: Row) -> str | None:
-        """Takes in a row; its `step` never falls. Returns why it could not, as a sentence, or None."""
+        """Writes a row; its `step` never decreases. Returns None, or why it cannot be written, as a sentence."""
         ...
 
     def close(self) -> None:
-        """Hands on what has not been yet."""
+        """Writes what is buffered and releases files and connections."""
         ...
 
 
-def make_sinks(config: Config, run: Path, step: int) -> list[Sink]:
-    """Those that `[log]` asks for, of a run that goes on from a step.
+class MetricsLogger:
+    """All sinks of a run that starts after `step`. Only process 0 has any.
 
     Raises:
-        UserError: one whose package is not installed.
+        UserError: a package is not installed, or `metrics.jsonl` cannot be written or has a line that is not a row.
+    """
+
+    def __init__(self, config: Config, run: Path, step: int):
+        self._sinks: list[Sink] = []
+        self.warning: str | None = None
+        """A sentence about rows without a checkpoint that were moved away."""
+        if is_leader():
+            file = MetricsFile(run / "metrics.jsonl", step)
+            if file.renamed is not None:
+                self.warning = f"there were rows of metrics, but no checkpoint: they are now in {file.renamed}."
+            self._sinks = [file, *make_sinks(config, run, step)]
+
+    def write(self, row: Row) -> list[str]:
+        """Writes a row to every sink. Returns a sentence for each sink that failed."""
+        return [failure for sink in self._sinks if (failure := sink.write(row)) is not None]
+
+    def close(self) -> None:
+        """Closes all sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def make_sinks(config: Config, run: Path, step: int) -> list[Sink]:
+    """The sinks that `[log]` selects, for a run that starts after `step`.
+
+    Raises:
+        UserError: a package is not installed.
     """
     sinks: list[Sink] = []
     if config.log.tensorboard:
@@ -46,18 +74,18 @@ def make_sinks(config: Config, run: Path, step: int) -> list[Sink]:
 
 
 class TensorBoard:
-    """Event files in a folder; nested lists become one curve for each number.
+    """TensorBoard event files in a directory, a curve for each number of a nested list.
 
-    Written in step with the training: tensorboardX's own queue blocks for ever once its thread has met a full disk.
+    Written synchronously, because the queue of tensorboardX blocks forever once its thread has met a full disk.
     """
 
-    def __init__(self, folder: Path, step: int):
-        self._folder, self._step = folder, step
+    def __init__(self, directory: Path, step: int):
+        self._directory, self._step = directory, step
         self._file: Path | None = None
         self._writer: Any = None
 
     def write(self, row: Row) -> str | None:
-        """A scalar for each number. A failure can leave half an event, so the next row begins another file."""
+        """Writes a scalar for each number. A failure can leave half an event, so the next row starts another file."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.summary import scalar
 
@@ -70,10 +98,10 @@ class TensorBoard:
             writer.flush()
         except OSError as error:
             self.close()
-            if self._file is not None and self._file != before:  # nothing of it has been written
+            if self._file is not None and self._file != before:  # a new file without a complete row
                 self._file.unlink(missing_ok=True)
             self._file = None
-            return f"{self._folder} cannot be written: {error.strerror}. Rows are lost to TensorBoard until it can be."
+            return f"{self._directory} cannot be written: {error.strerror}. TensorBoard loses rows until it can be."
         return None
 
     def _open(self) -> Any:
@@ -82,12 +110,12 @@ class TensorBoard:
 
         if self._writer is not None:
             return self._writer
-        self._folder.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in self._folder.iterdir())  # so that no file is written over
-        self._file = self._folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{number}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        number = sum(1 for _ in self._directory.iterdir())  # so that no file is overwritten
+        self._file = self._directory / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{number}"
         self._writer = writer = RecordWriter(str(self._file))
         writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        # What an earlier process has written past the checkpoint is not shown.
+        # Hides the rows that an earlier start wrote after its checkpoint.
         start = SessionLog(status=SessionLog.START)
         event = Event(wall_time=time.time(), step=self._step + 1, session_log=start)
         writer.write(event.SerializeToString())
@@ -102,7 +130,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project, which goes on under the same id when the training run does."""
+    """A run in a project, which continues under the same id when the training run is resumed."""
 
     def __init__(self, config: Config, run: Path):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -110,24 +138,23 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=config.log.wandb_project,
             name=run.name,
-            id=_identity(run / "wandb_id"),
+            id=_run_id(run / "wandb_id"),
             resume="allow",
             dir=str(run),
             config=config_to_table(config),
         )
 
     def write(self, row: Row) -> str | None:
-        """A scalar for each number."""
+        """Writes a scalar for each number."""
         self._run.log(dict(_scalars(row)), step=row["step"])
         return None
 
     def close(self) -> None:
-        """Ends the run."""
+        """Finishes the run."""
         self._run.finish()
 
 
-def _identity(file: Path) -> str:
-    """The run's own, the same at every start."""
+def _run_id(file: Path) -> str:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, uuid.uuid4().hex)
@@ -135,18 +162,18 @@ def _identity(file: Path) -> str:
 
 
 def _scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """Names and numbers; those of nested lists are named by their places, such as `gate/sublayer_3/group_0`."""
+    """Names and numbers; an entry of a nested list is named by its indices, such as `gate/sublayer_3/group_0`."""
 
-    def inside(name: str, value: Any, axes: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    def flatten(name: str, value: Any, axes: tuple[str, ...]) -> Iterator[tuple[str, float]]:
         if isinstance(value, list):
-            for place, part in enumerate(value):
-                yield from inside(f"{name}/{axes[0]}_{place}", part, axes[1:])
+            for index, part in enumerate(value):
+                yield from flatten(f"{name}/{axes[0]}_{index}", part, axes[1:])
         else:
             yield name, value
 
     for name, value in row.items():
         if name != "step":
-            yield from inside(name, value, ("sublayer", "group"))
+            yield from flatten(name, value, ("sublayer", "group"))
 
 
 def _require(package: str, because: str, extra: str) -> None:

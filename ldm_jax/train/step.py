@@ -1,4 +1,4 @@
-"""One update, as a pure function of the training state and a batch."""
+"""The training step: a pure function of the training state and a batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,56 +15,88 @@ from ldm_jax.data import Batch
 from ldm_jax.nn import Params, init_params, model_declarations, model_graph, parts_of, target_weights
 from ldm_jax.parameters import shardings
 from ldm_jax.train.optimizer import learning_rate_schedule, make_optimizer
-from ldm_jax.train.spikes import LossRecord, is_spike, record
 from ldm_jax.typing import Scalar
+
+LOSS_DECAY = 0.99
+"""Decay of the running mean of losses, which then spans about 100 steps."""
+MIN_LOSSES = 100
+"""Losses before any is called a spike, because the first ones fall fast."""
+
+
+class LossRecord(NamedTuple):
+    """Running mean and variance of the losses of all updates that were applied."""
+
+    mean: Scalar
+    variance: Scalar
+    losses: Int[Array, ""]
+
+    @classmethod
+    def empty(cls) -> "LossRecord":
+        """The record of no loss."""
+        return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
+
+
+def record_loss(past: LossRecord, loss: Scalar) -> LossRecord:
+    """Adds a loss to the record, by West's update of an exponentially weighted variance."""
+    decay = jnp.minimum(LOSS_DECAY, past.losses / (past.losses + 1))  # a plain mean at first
+    difference = loss - past.mean
+    mean = past.mean + (1 - decay) * difference
+    variance = decay * (past.variance + (1 - decay) * difference**2)
+    return LossRecord(mean, variance, past.losses + 1)
+
+
+def is_spike(past: LossRecord, loss: Scalar, deviations: float | None) -> Bool[Array, ""]:
+    """Whether the loss is more than `deviations` standard deviations above the mean. None: never."""
+    if deviations is None:
+        return jnp.zeros((), bool)
+    bound = past.mean + deviations * jnp.sqrt(past.variance)
+    return (past.losses >= MIN_LOSSES) & (loss > bound)
 
 
 class Skips(NamedTuple):
-    """Updates that were not made, because loss or gradient were not finite, or the loss a spike."""
+    """Updates that were skipped, because the loss or the gradient was not finite, or the loss was a spike."""
 
     total: Int[Array, ""]
     in_a_row: Int[Array, ""]
 
 
 class TrainState(NamedTuple):
-    """All that an update changes; a pytree of arrays."""
+    """Everything that a training step changes, as a pytree of arrays."""
 
     step: Int[Array, ""]
-    """Batches seen."""
+    """Batches seen, including those whose updates were skipped."""
     params: Params
     """Nested dictionaries of float32 arrays."""
     optimizer: optax.OptState
     skips: Skips
     losses: LossRecord
     average: Params | None
-    """Running mean of the parameters, if `optimizer.ema` asks for one."""
+    """Exponential moving average of the parameters; None unless `optimizer.ema` is set."""
 
     @property
-    def trained(self) -> Params:
-        """The parameters to use: their running mean if there is one."""
+    def eval_params(self) -> Params:
+        """The parameters to evaluate: their moving average if there is one."""
         return self.params if self.average is None else self.average
 
 
 class StepMetrics(NamedTuple):
-    """What an update tells of itself."""
+    """Metrics of a training step."""
 
     loss: Scalar
-    """Cross-entropy of the batch, before the update; nats a token."""
+    """Cross-entropy of the batch before the update, in nats per token."""
     grad_norm: Scalar
-    """Length of the gradient, before clipping."""
+    """Global norm of the gradient before clipping."""
     grad_norms: dict[str, Scalar]
-    """The same by part: embedding, blocks, and the mixer if it learns anything."""
+    """The norm by part: embedding, blocks, and mixer if it has parameters."""
     update_ratio: Scalar
-    """Length of the update over that of the parameters."""
+    """Norm of the update over the norm of the parameters."""
     learning_rate: Scalar
     skipped: Bool[Array, ""]
-    """Whether the update was not made."""
     skips: Skips
-    """So far."""
 
 
 def make_state(config: Config, mesh: Mesh | None = None) -> TrainState:
-    """The state before the first update; with a mesh every device makes its own part of it."""
+    """The state before the first step; with a mesh, every device initialises its own shards."""
     if mesh is None:
         return _make_state(config)
     places = shardings(state_shapes(config), mesh, model_declarations(config.model, config.mixer))
@@ -72,7 +104,7 @@ def make_state(config: Config, mesh: Mesh | None = None) -> TrainState:
 
 
 def state_shapes(config: Config) -> TrainState:
-    """Shapes and types of a state's arrays, without the arrays."""
+    """The state as `jax.ShapeDtypeStruct`s."""
     return jax.eval_shape(lambda: _make_state(config))
 
 
@@ -81,7 +113,7 @@ def _make_state(config: Config) -> TrainState:
     average = jax.tree.map(jnp.copy, params) if config.optimizer.ema > 0 else None
     zero = jnp.zeros((), jnp.int32)
     counters = zero, Skips(zero, zero), LossRecord.empty()
-    # Copies: an update uses its state up, and the same array cannot be used up twice.
+    # Copies, because the step donates its state and an array cannot be donated twice.
     step, skips, losses = jax.tree.map(jnp.copy, counters)
     return TrainState(step, params, _optimizer(config).init(params), skips, losses, average)
 
@@ -93,18 +125,21 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
 def make_train_step(
     config: Config, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The compiled update `(state, batch) -> (state, metrics)`; the state given is used up.
+    """The compiled training step `(state, batch) -> (state, metrics)`, which donates the state.
 
-    With a mesh, which `jax.set_mesh` has to have set, the state stays where `make_state` put it.
+    With `train.accumulation` A, the batch is processed in A parts, one after the other; loss and gradient are those of
+    the whole batch. In windows of several documents, the first token of a document is not a target.
 
-    With `accumulation` A the batch is computed in A parts, one after the other; loss and gradient are the batch's. Of
-    windows of several documents, the targets that open a new one do not count.
+    Args:
+        config: model, optimiser and batch.
+        mesh: None for one device. Else the caller also sets it by `jax.set_mesh`, and the state keeps the sharding that
+            `make_state` gave it.
     """
     graph, optimizer = model_graph(config.model, config.mixer), _optimizer(config)
     rate_at = learning_rate_schedule(config.optimizer, config.train.steps)
 
     def part_loss(params: Params, part: Batch, targets: Scalar) -> tuple[Scalar, Scalar]:
-        """What is minimised, and the cross-entropy; both as the part's share of the batch's mean."""
+        """The objective and the cross-entropy, both as the part's share of the mean over the batch."""
         tokens, segments = _arrays(part)
         inside = None if segments is None else segments[:, :-1]
         losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], inside)
@@ -145,8 +180,8 @@ def make_train_step(
             params,
             optimizer_state,
             Skips(state.skips.total, jnp.zeros_like(state.skips.in_a_row)),
-            record(state.losses, loss),
-            None if state.average is None else _averaged(state.average, params, config.optimizer.ema, state.step),
+            record_loss(state.losses, loss),
+            None if state.average is None else _moving_average(state.average, params, config.optimizer.ema, state.step),
         )
         before = state._replace(skips=Skips(state.skips.total + 1, state.skips.in_a_row + 1))
         kept = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), before, after)
@@ -164,7 +199,6 @@ def _arrays(batch: Batch) -> tuple[Int[Array, "B T_and_next"], Int[Array, "B T_a
     return jnp.asarray(batch.tokens), None if batch.segments is None else jnp.asarray(batch.segments)
 
 
-def _averaged(average: Params, params: Params, decay: float, step: Int[Array, ""]) -> Params:
-    # The first steps forget faster: the parameters at the start should not be remembered.
-    kept = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, average, params)
+def _moving_average(average: Params, params: Params, decay: float, step: Int[Array, ""]) -> Params:
+    decay_now = jnp.minimum(decay, (1 + step) / (10 + step))  # less at first, to forget the initial parameters
+    return jax.tree.map(lambda old, new: decay_now * old + (1 - decay_now) * new, average, params)

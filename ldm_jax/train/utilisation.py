@@ -1,4 +1,4 @@
-"""How much of the machine a run uses: model flops against the chips' peak, and device memory."""
+"""Utilisation of the hardware: model flops relative to the chips' peak, and device memory."""
 
 import jax
 
@@ -17,14 +17,14 @@ PEAK_FLOPS = {
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Of a chip, in bfloat16 without sparsity, by the beginning of its name; the makers' data sheets."""
+"""Dense bfloat16 flops per second of a chip, by the beginning of its name. Source: the vendors' data sheets."""
 
 
 def model_flops_per_token(config: Config) -> float:
-    """Flops of forward and backward pass, `6 (parameters in products) + 12 depth D T`.
+    """Flops of forward and backward pass, `6 (parameters in matmuls) + 12 depth D T`.
 
-    The embedding's lookup is free, its use as the head is not. What a depth memory's state costs beyond its parameters
-    is left out, and so is all that is computed again. Source: Chowdhery et al., arXiv 2204.02311, appendix B.
+    The embedding counts only where it is used as the head. The depth memory's state and everything that is computed
+    again in the backward pass do not count. Source: Chowdhery et al., arXiv 2204.02311, appendix B.
     """
     model = config.model
     counts = count_parameters(jax.eval_shape(lambda: init_params(model, config.mixer, 0)))
@@ -33,13 +33,13 @@ def model_flops_per_token(config: Config) -> float:
 
 
 def peak_flops(devices: int) -> float | None:
-    """Of so many devices of this kind together; None where it is not known."""
+    """Peak flops per second of so many devices of this machine's kind; None for an unknown kind."""
     kind = jax.devices()[0].device_kind
     matches = [name for name in PEAK_FLOPS if kind.startswith(name)]
     return PEAK_FLOPS[max(matches, key=len)] * devices if matches else None
 
 
 def device_memory_bytes() -> int | None:
-    """The most that the first device has held at a time; None where it does not say."""
+    """Peak memory use of the first local device; None where JAX does not report it."""
     statistics = jax.local_devices()[0].memory_stats()
     return None if statistics is None else statistics.get("peak_bytes_in_use")

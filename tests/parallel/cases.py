@@ -1,4 +1,4 @@
-"""What may change nothing over a mesh: its cases, and a choice of them in which every two choices meet."""
+"""Cases of a training step that a mesh must not change, and a pairwise-covering selection of them."""
 
 import dataclasses
 import itertools
@@ -33,12 +33,12 @@ LDM_OPTIONS = {
         "write_embedding": False,
     },
 }
-# The gradient itself is what AdamW's mean of gradients is after one update, if it neither clips nor remembers.
+# Without clipping and momentum, AdamW's first moment after one update is the gradient itself.
 OPTIMIZER = OptimizerConfig(beta1=0.0, clip_norm=1e9, z_loss=1e-3)
 
 
 class Case(NamedTuple):
-    """One training step, by the names of its choices: plain numbers and texts, which JSON can carry."""
+    """One training step, described by values that JSON can hold."""
 
     mixer: str = "rls"
     """A baseline, or how LDM writes."""
@@ -50,10 +50,10 @@ class Case(NamedTuple):
     accumulation: int = 1
     documents: bool = True
     type: str = "float64"
-    """What it is computed in."""
+    """Type of the computation."""
 
     def config(self) -> Config:
-        """Raises ValueError where the choices do not go together."""
+        """The config. Raises ValueError for an inadmissible combination."""
         model = dataclasses.replace(WIDE_MODEL if self.form == Form.FUSED else MODEL, scan=self.scan)
         train = TrainConfig(batch_size=16, accumulation=self.accumulation)
         mesh, data = MeshConfig(*self.mesh), DataConfig(context=16)
@@ -90,7 +90,7 @@ CHOICES = {
 
 
 def admissible() -> Iterator[Case]:
-    """All cases of the choices that the options allow."""
+    """All admissible cases."""
     allowed: dict[tuple[object, ...], bool] = {}
     of_mixer = "mixer", "form", "options", "backward"
     for chosen in itertools.product(*CHOICES.values()):
@@ -107,12 +107,12 @@ def admissible() -> Iterator[Case]:
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Every two choices of a case."""
+    """All pairs of choices in a case."""
     return set(itertools.combinations([(name, getattr(case, name)) for name in CHOICES], 2))
 
 
 def pairwise() -> list[Case]:
-    """Cases in which every two choices meet that meet in any admissible case: the one with most new pairs, in turn."""
+    """Cases that contain every admissible pair of choices, selected greedily by the number of new pairs."""
     every = {case: pairs(case) for case in admissible()}
     missing = set().union(*every.values())
     found = []

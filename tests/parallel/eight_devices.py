@@ -1,4 +1,4 @@
-"""A script in a process of its own, whose CPU is eight devices."""
+"""Runs a script in another process, where the CPU counts as eight devices."""
 
 import json
 import os
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def on_eight_devices(script, *arguments):
-    """What the script beside this file prints."""
+    """Runs a script of this directory; returns what it prints."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"}
     command = [sys.executable, str(HERE / script), *arguments]
@@ -20,8 +20,8 @@ def on_eight_devices(script, *arguments):
     return result.stdout
 
 
-# What may be left of a difference: of the loss, of the whole gradient and of one parameter's, both relative. In float64
-# it is rounding only if it is 1e-13 or so; in float32 it is found to be 2e-6.
+# Bounds for the difference of the loss, and for the relative differences of the whole gradient and of one parameter's.
+# Rounding alone gives about 1e-13 in float64, and 2e-6 in float32.
 TOLERANCES = {
     "float64": {"loss": 1e-12, "gradient": 1e-12, "leaf": 1e-11},
     "float32": {"loss": 1e-5, "gradient": 1e-5, "leaf": 1e-5},

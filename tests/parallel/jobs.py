@@ -1,4 +1,4 @@
-"""Real processes on loopback that train together: `scripts/train.py`, once for each."""
+"""Jobs of two processes on loopback, each of which runs `scripts/train.py`."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LONGEST_WAIT = 400.0
-"""Seconds: machines are slow, and shared."""
+TIMEOUT_SECONDS = 400.0
+"""Long, because test machines are slow and shared."""
 HEARTBEAT_SECONDS = 20
 
 
@@ -26,11 +26,11 @@ def free_port():
 
 
 class Job:
-    """Two processes; a context, so that none of them is left over."""
+    """Two processes, as a context manager that kills those still running at its end."""
 
-    def __init__(self, folder, config, run, devices, *flags, of_process_1=(), package_of_process_1=ROOT):
+    def __init__(self, directory, config, run, devices, *flags, of_process_1=(), package_of_process_1=ROOT):
         address = f"127.0.0.1:{free_port()}"
-        self.run, self.logs = run, [folder / f"{run.name}.{index}.txt" for index in range(2)]
+        self.run, self.logs = run, [directory / f"{run.name}.{index}.txt" for index in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):
             command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(config), "--run", str(run), *flags]
@@ -50,17 +50,17 @@ class Job:
                 process.wait()
 
     def finish(self):
-        """Both exit statuses."""
-        end = time.monotonic() + LONGEST_WAIT
+        """Waits for both processes; returns their exit statuses."""
+        end = time.monotonic() + TIMEOUT_SECONDS
         return [process.wait(max(end - time.monotonic(), 1.0)) for process in self.processes]
 
     def output(self, index):
-        """What a process has written, but for what gloo writes of its connections."""
+        """The output of a process, without Gloo's messages about its connections."""
         lines = self.logs[index].read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if "[Gloo]" not in line)
 
     def wait_for(self, condition):
-        end = time.monotonic() + LONGEST_WAIT
+        end = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
             assert all(process.poll() is None for process in self.processes), self.output(0) + self.output(1)
             assert time.monotonic() < end, self.output(0) + self.output(1)
@@ -70,7 +70,7 @@ class Job:
         self.wait_for(lambda: f'"step": {step},' in read(self.run / "metrics.jsonl"))
 
     def wait_for_checkpoint(self, step):
-        """And for a step after it."""
+        """Waits for a checkpoint and a step after it."""
         self.wait_for(lambda: (self.run / "checkpoints" / str(step)).exists())
         self.wait_for_step(step + 1)
 

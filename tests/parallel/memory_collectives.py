@@ -1,7 +1,7 @@
-"""What devices send each other in a training step of LDM, as compiled for eight; nothing of it is the memory.
+"""The collectives of a training step of LDM, compiled for eight devices; none of them moves the memory.
 
-Run by hand it prints, for each program, every kind of collective with the shapes that it moves; test_collectives.py
-runs it in a process of its own and reads the last line.
+Prints for each program the collectives by kind, with the shapes that they move. test_collectives.py reads the last
+line.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from ldm_jax.roofline.counts import COLLECTIVES
 from ldm_jax.sharding import Axis, partition
 from ldm_jax.train import make_state, make_train_step
 
-# Sizes that occur nowhere else, nor as a product of others, whole or divided among devices.
+# Sizes that are unique, also as products and after sharding.
 KEY, VALUE, GROUPS = 7, 26, 8
 MODEL = ModelConfig(depth=2, width=GROUPS * VALUE, heads=4, mlp_width=48, loss_chunk=64)
 LDM = LDMConfig(groups=GROUPS, key_dim=KEY, latent_dim=12)
@@ -46,14 +46,14 @@ KINDS = "|".join(COLLECTIVES)
 
 
 class Collective(NamedTuple):
-    """An operation that sends something from one device to another, and a shape that it yields."""
+    """A collective operation and a shape of its result."""
 
     kind: str
     shape: tuple[int, ...]
 
     @property
     def moves_memory(self) -> bool:
-        """Whether the shape is one of M, of P or of the dual form's observations, in any order or flattened."""
+        """Whether the shape is that of M, P or the dual form's observations, transposed or flattened."""
         sizes = [size for size in self.shape if size > 1]
         whole = {KEY * VALUE, KEY * KEY} & set(sizes)
         seen = OBSERVATIONS in sizes and ({VALUE, KEY} & set(sizes))
@@ -61,7 +61,7 @@ class Collective(NamedTuple):
 
 
 def collectives(compiled):
-    """Those of a compiled program."""
+    """The collectives of a compiled program."""
     found = []
     for line in compiled.as_text().splitlines():
         match = re.search(rf" = (.*?) ({KINDS})(-start)?\(", line)
@@ -72,13 +72,13 @@ def collectives(compiled):
 
 
 def largest_memory(compiled):
-    """Numbers in the largest M `[B, T, G, K, V]`, in any order, that one device has in a compiled program."""
+    """Size of the largest M `[B, T, G, K, V]`, in any order of axes, on one device in a compiled program."""
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
     return max((math.prod(x) for x in shapes if len(x) == 5 and KEY in x and VALUE in x), default=0)
 
 
 def compiled_step(mixer, sizes):
-    """A whole update."""
+    """The compiled training step."""
     train = TrainConfig(batch_size=8)
     config = Config(MODEL, mixer, DataConfig(context=16), train=train, mesh=MeshConfig(*sizes))
     mesh = make_mesh(config)
@@ -94,9 +94,9 @@ def compiled_step(mixer, sizes):
 
 
 def of_memory(write, sizes, *, wrong=False):
-    """The collectives of read, write and undo, and of the pull back through each, by name.
+    """The collectives of read, write and undo, and of their backward passes, by name.
 
-    With `wrong` the read's query lies along another axis of the mesh than the memory: what must then be found.
+    With `wrong`, the query is sharded differently than the memory, so that a collective must be found.
     """
     config = Config(MODEL, MixerConfig(ldm=LDM), train=TrainConfig(batch_size=8), mesh=MeshConfig(*sizes))
     mesh, form, tokens = make_mesh(config), Recurrent(write), (8, 16, GROUPS)
@@ -136,14 +136,14 @@ def of_memory(write, sizes, *, wrong=False):
 
 
 def table(found):
-    """Lines of what is sent: the kind, how often, and every shape on one device."""
+    """Lines with the kind and number of collectives, and every shape on one device."""
     lines = []
     for kind in sorted({one.kind for one in found}):
         shapes = Counter(one.shape for one in found if one.kind == kind)
         lines.append(f"    {kind}, {sum(shapes.values())}:")
         for shape, count in sorted(shapes.items(), key=lambda item: -math.prod(item[0])):
             lines.append(f"        {count} x {list(shape)}")
-    return lines or ["    nothing"]
+    return lines or ["    none"]
 
 
 def main() -> None:
@@ -156,14 +156,14 @@ def main() -> None:
                 memory[f"{sizes} {write} {name}"] = len(found)
         for name, mixer in FORMS.items():
             if (name == "recurrent, undone") != (sizes == MESHES[0]):
-                continue  # each on one mesh: they take long to compile
+                continue  # each on one mesh only, because they take long to compile
             compiled = compiled_step(mixer, sizes)
             found = collectives(compiled)
             print(f"  training step, {name}", *table(found), sep="\n")
             moved = sum(one.moves_memory for one in found)
             steps[f"{sizes} {name}"] = {"all": len(found), "memory": moved, "largest": largest_memory(compiled)}
     wrong = of_memory(Write.RLS, MESHES[0], wrong=True)["read"]
-    print("a read whose query lies otherwise than the memory", *table(wrong), sep="\n")
+    print("a read whose query is sharded differently than the memory", *table(wrong), sep="\n")
     print(json.dumps({"memory": memory, "steps": steps, "wrong": sum(one.moves_memory for one in wrong)}))
 
 

@@ -1,7 +1,7 @@
-"""Run by test_generation_on_a_mesh.py in a process of its own, on eight devices: sampling, and a memory by itself.
+"""Run by test_generation_on_a_mesh.py in a process with eight devices: sampling, and a memory alone.
 
-Prints a line for each case: the largest difference to one device of the scores after the prompts (of the readout),
-whether the tokens are the same, and into how many parts the cache is split.
+Prints a line for each case: the largest difference to one device of the logits after the prompts (or of the readout),
+whether the tokens are the same, and the number of shards of the cache.
 """
 
 import itertools
@@ -28,7 +28,7 @@ CONTEXT = 16
 
 
 def sample(graph, params):
-    """The state after the prompts, and tokens by greed and by chance, past the end of the cache."""
+    """The state after the prompts, and greedy and random tokens past the end of the cache."""
     tokens = []
     for temperature in (0.0, 1.0):
         drawn = generate(graph, params, PROMPTS, CONTEXT, sampling=Sampling(temperature=temperature), chunk=4)
@@ -54,7 +54,7 @@ def generation(kind):
 
 
 def memory_alone(_):
-    """A memory in a model that lays out nothing: its output's width lies as the compiler likes."""
+    """A memory in a model without sharding constraints: the compiler chooses the sharding of its output."""
     graph, params = nnx.split(DepthMemory(64, 4, LDM, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     x, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 4, 64), (64, 64)))

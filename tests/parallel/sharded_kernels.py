@@ -1,7 +1,7 @@
-"""Run by test_kernels.py in a process of its own, on eight devices: kernels of TPUs, interpreted, on meshes.
+"""Run by test_kernels.py in a process with eight devices: TPU kernels in interpret mode on meshes.
 
-Prints for each case the largest difference to plain JAX on one device, of a value or a gradient, relative to its
-largest number.
+Prints for each case the largest difference to plain JAX on one device, over values and gradients, relative to the
+largest entry of each.
 """
 
 import json
@@ -35,7 +35,7 @@ def value_and_pull(function, cotangents, *arguments):
 
 
 def on_mesh(sizes, function, axes, cotangents, *arguments):
-    """Value and gradients, the arguments lying by their axes."""
+    """Value and gradients, with the arguments sharded by their axes."""
     mesh = make_mesh(sizes)
     with jax.set_mesh(mesh):
         specs = [partition(x.shape, own, dict(mesh.shape)) for x, own in zip(arguments, axes, strict=True)]
@@ -49,7 +49,7 @@ def largest(found, expected):
 
 
 def attention(sizes, segmented):
-    """Splash attention, of grouped heads, against plain attention."""
+    """Splash attention with grouped heads against plain attention."""
     tokens = 128 * sizes[2]
     query, key, value, cotangent = normal(*[(4, tokens, heads, 64) for heads in (4, 2, 2, 4)])
     segments = np.sort(np.random.default_rng(1).integers(1, 4, (4, tokens)), axis=1).astype(np.int32)
@@ -61,7 +61,7 @@ def attention(sizes, segmented):
 
 
 def write_and_undo(sizes, _):
-    """The memory's kernel and its undoing, of each device's own part, against plain JAX."""
+    """The memory's fused kernel and its undo, run on each device's shard, against plain JAX."""
     batch, tokens, groups, key_dim, width = 4, 16, 2, 3, 256
     of_values, of_keys = (batch, tokens, width), (batch, tokens, groups, key_dim)
     memory, value, *keys = normal((key_dim, *of_values), of_values, of_keys, of_keys, of_keys)

@@ -1,6 +1,6 @@
-"""Run by test_mesh.py in a process of its own, on eight devices: loss and gradient of a training step over meshes.
+"""Run by test_mesh.py in a process with eight devices: loss and gradient of a training step on meshes.
 
-Prints a line for each case: the difference to one device, of the loss; of the whole gradient, relative to its length;
+Prints a line for each case, with differences to one device: of the loss; of the whole gradient, relative to its norm;
 and the largest of one parameter's gradient, relative to its largest entry.
 """
 
@@ -20,8 +20,8 @@ from ldm_jax.parallel import batch_sharding, make_mesh, shardings
 from ldm_jax.train import make_state, make_train_step
 
 
-def moved(params):
-    """Away from their start, so that gates and norms are not at special values and no gradient is zero."""
+def perturbed(params):
+    """Perturbs the parameters, so that gates and norms are not at special values and no gradient is zero."""
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda leaf: leaf + 0.05 * rng.normal(size=leaf.shape).astype(np.float32), params)
 
@@ -40,7 +40,7 @@ def loss_and_gradient(case, step, state, batch):
 
 def start(config):
     state = make_state(config)
-    return state._replace(params=moved(state.params))
+    return state._replace(params=perturbed(state.params))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""Run by test_mesh.py in a process of its own, on eight devices: training, on several meshes after one another.
+"""Run by test_mesh.py in a process with eight devices: training, and restoring on several meshes.
 
-Prints the step, a hash of every array after each start, and how far a memory's figures are from one device's.
+Prints the step, the devices and shards used, whether all meshes restore the same bits, and whether the statistics of a
+memory equal those of one device.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ def digest(tree):
 
 
 def error_of_figures():
-    """With enough matrices to keep all of LAPACK's threads busy."""
+    """Uses enough matrices to keep all of LAPACK's threads busy."""
     config = Config(ModelConfig(depth=2, width=64, heads=8, mlp_width=64), mesh=MeshConfig(tensor=8))
     config = dataclasses.replace(config, mixer=MixerConfig(ldm=LDMConfig(groups=8, latent_dim=8)))
     windows = Batch(np.random.default_rng(0).integers(256, size=(1, 64)).astype(np.int32), None)
@@ -42,22 +43,22 @@ def error_of_figures():
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    config = tiny(make_corpus(folder / "corpus"), steps=20, checkpoint_every=20, validate_every=20)
+    directory = Path(sys.argv[1])
+    config = tiny(make_corpus(directory / "corpus"), steps=20, checkpoint_every=20, validate_every=20)
     on = lambda *sizes: dataclasses.replace(config, mesh=MeshConfig(*sizes))  # noqa: E731
     text = io.StringIO()
-    state = train(on(2, 2, 1, 2), folder / "run", Console(file=text, width=200))
+    state = train(on(2, 2, 1, 2), directory / "run", Console(file=text, width=200))
     split = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)}
     kernel = state.params["blocks"]["mlp"]["function"]["up"]["kernel"]
     found = {"step": int(state.step), "devices": sorted(split), "parts": kernel.size // kernel.addressable_data(0).size}
     digests = [digest((state.params, state.optimizer))]
     for sizes in ((1, 4, 2, 1), (4, 1, 1, 2), (1, 2, 2, 2)):
         mesh = make_mesh(on(*sizes))
-        checkpoints = Checkpoints(folder / "run" / "checkpoints", 2)
+        checkpoints = Checkpoints(directory / "run" / "checkpoints", 2)
         restored = checkpoints.restore_latest(make_state(config, mesh))
         checkpoints.close()
         digests.append(digest((restored[0].params, restored[0].optimizer)))
-    alone = load_run(folder / "run")
+    alone = load_run(directory / "run")
     found |= {"same_bits": len(set(digests)) == 1 and digest(alone.params) == digest(state.params)}
     found |= {"same_figures": error_of_figures() < 1e-5}
     print(json.dumps(found))

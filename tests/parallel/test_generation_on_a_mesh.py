@@ -1,4 +1,4 @@
-"""Sampling on a mesh is that of one device, its cache shared out; so is a memory in a model that lays out nothing."""
+"""Sampling on a mesh, with a sharded cache, equals that on one device; so does a memory in a model without sharding."""
 
 import json
 
@@ -20,7 +20,7 @@ def test_tokens_are_those_of_one_device(names):
     assert [row["case"][0] for row in rows[::2]] == names
     for row in rows:
         name, sizes = row["case"]
-        assert row["difference"] < 2e-5, row  # float32 sums in another order, of scores up to 10
+        assert row["difference"] < 2e-5, row  # float32, with another order of summation, of logits up to 10
         if name != "alone":
             assert row["same"], row
             data, fsdp, _, tensor = sizes

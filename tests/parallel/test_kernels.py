@@ -1,4 +1,4 @@
-"""Kernels that no compiler splits, on a mesh: each device's own part of them makes the same numbers."""
+"""Kernels that the compiler does not partition, run on a mesh by `shard_map`: same results as plain JAX."""
 
 import json
 
@@ -12,10 +12,10 @@ def check_kernels(cases):
     rows = [json.loads(line) for line in on_eight_devices("sharded_kernels.py", json.dumps(cases)).splitlines()]
     assert [row["case"] for row in rows] == [[kind, list(sizes), segmented] for kind, sizes, segmented in cases]
     for row in rows:
-        assert row["difference"] < 1e-5, row  # float32 sums in another order
+        assert row["difference"] < 1e-5, row  # float32, with another order of summation
 
 
-def test_kernels_are_plain_jax_on_one_device():
+def test_kernels_match_plain_jax_on_one_device():
     check_kernels([
         ("attention", (1, 2, 2, 2), True),
         ("attention", (2, 1, 2, 2), False),

@@ -1,4 +1,4 @@
-"""Every two choices of a training step meet in a case that many devices compute as one does."""
+"""Pairwise coverage of the options of a training step: eight devices compute each case as one device does."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from cases import CHOICES, admissible, pairs, pairwise
 from eight_devices import check_cases
 
 
-def test_every_two_choices_meet():
+def test_every_pair_of_choices_is_in_a_case():
     cases = pairwise()
     assert set().union(*map(pairs, cases)) == set().union(*map(pairs, admissible()))
     for name, choices in CHOICES.items():
@@ -15,5 +15,5 @@ def test_every_two_choices_meet():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
-def test_loss_and_gradient_of_every_two_choices(part):
+def test_loss_and_gradient_of_every_pair_of_choices(part):
     check_cases(pairwise()[part::3])

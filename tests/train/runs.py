@@ -1,4 +1,4 @@
-"""A run that takes seconds: a tiny model on a tiny corpus."""
+"""Runs that take seconds: a tiny model on a tiny corpus."""
 
 import dataclasses
 import io
@@ -12,11 +12,11 @@ from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
 from ldm_jax.train import train
 
 
-def make_corpus(folder):
-    folder.mkdir()
+def make_corpus(directory):
+    directory.mkdir()
     for index in range(20):
-        (folder / f"{index}.txt").write_text("".join(f"{n} times {index} is {n * index}\n" for n in range(30)))
-    return folder / "*.txt"
+        (directory / f"{index}.txt").write_text("".join(f"{n} times {index} is {n * index}\n" for n in range(30)))
+    return directory / "*.txt"
 
 
 def tiny(path, **train_options):
@@ -32,7 +32,7 @@ def tiny(path, **train_options):
 
 
 def without_memory(config):
-    """Half as long to compile."""
+    """The same run with PreLN, which compiles in half the time."""
     return dataclasses.replace(config, mixer=MixerConfig(MixerKind.PRELN))
 
 

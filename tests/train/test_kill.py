@@ -1,7 +1,6 @@
-"""Killed at random moments, a run ends with the losses and the bits of an unbroken one."""
+"""A run that is killed at random moments ends with the losses and the bits of one that is never killed."""
 
 import collections
-from pathlib import Path
 
 import pytest
 
@@ -10,15 +9,13 @@ from ldm_jax.config.toml import config_to_toml
 from ldm_jax.errors import UserError
 from runs import make_corpus, tiny
 
-TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
-
 
 @pytest.mark.slow
 def test_ten_kills(tmp_path, request):
     config = tmp_path / "config.toml"
-    # A checkpoint every other step: half of the time goes to saves.
+    # With a checkpoint at every other step, half of the time goes to saves.
     config.write_text(config_to_toml(tiny(make_corpus(tmp_path / "corpus"), steps=60, validate_every=7)))
-    test = KillTest(TRAIN, config, tmp_path / "runs")
+    test = KillTest(config, tmp_path / "runs")
     kills = test.run(10, request.config.getoption("--seed"))
     print(histogram(kills))
     assert len(kills) == 10
@@ -26,10 +23,10 @@ def test_ten_kills(tmp_path, request):
     assert test.differences() == []
 
 
-def test_a_folder_that_was_used_is_refused(tmp_path):
-    (tmp_path / "broken").mkdir()
-    with pytest.raises(UserError, match="give another --out"):
-        KillTest(TRAIN, tmp_path / "config.toml", tmp_path)
+def test_a_used_directory_is_refused(tmp_path):
+    (tmp_path / "killed").mkdir()
+    with pytest.raises(UserError, match="--out"):
+        KillTest(tmp_path / "config.toml", tmp_path)
 
 
 def test_histogram():

@@ -28,7 +28,7 @@ def config(tmp_path_factory):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=304), data=data)
 
 
-def test_a_run_goes_on_to_the_same_bits(config, tmp_path, monkeypatch):
+def test_a_resumed_run_ends_with_the_same_bits(config, tmp_path, monkeypatch):
     whole, output = quietly(config, tmp_path / "whole")
     assert "bytes a token; 67% a, 33% b" in output
     batches = Data.batches
@@ -37,11 +37,11 @@ def test_a_run_goes_on_to_the_same_bits(config, tmp_path, monkeypatch):
         with pytest.raises(StopIteration):
             quietly(config, tmp_path / "broken")
     resumed, output = quietly(config, tmp_path / "broken")
-    assert "goes on from step 2" in output
+    assert "resuming from step 2" in output
     assert_same_bits(whole.params, resumed.params)
 
 
-def test_bits_are_of_a_byte(config, tmp_path):
+def test_bits_per_byte(config, tmp_path):
     quietly(config, tmp_path / "run")
     row = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation_loss" in row)
     data = load_data(config.data, 304)

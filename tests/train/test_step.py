@@ -1,4 +1,4 @@
-"""The update against AdamW written out, the rate by step, and batches in parts."""
+"""The training step against AdamW written out, the learning rate schedules, and accumulation."""
 
 import dataclasses
 
@@ -11,11 +11,11 @@ from flax import nnx
 
 from ldm_jax.config import Decay, OptimizerConfig, OptimizerName, Schedule
 from ldm_jax.data import Batch
-from ldm_jax.nn import model_graph, parts_of
+from ldm_jax.nn import model_declarations, model_graph, parts_of
 from ldm_jax.train import make_state, make_train_step
-from ldm_jax.train.fingerprint import fingerprint
-from ldm_jax.train.optimizer import learning_rate_schedule, matrices
-from ldm_jax.train.spikes import FEWEST, LossRecord, is_spike, record
+from ldm_jax.train.checkpoints import fingerprint
+from ldm_jax.train.optimizer import decays, learning_rate_schedule
+from ldm_jax.train.step import MIN_LOSSES, LossRecord, is_spike, record_loss
 from runs import tiny, with_optimizer, with_train, without_memory
 
 
@@ -36,22 +36,23 @@ def test_one_update_is_adamw(tmp_path):
     after, metrics = make_train_step(config)(state, batch())
     assert float(metrics.loss) == pytest.approx(float(loss), rel=1e-6)
     assert float(metrics.grad_norm) == pytest.approx(norm, rel=1e-5)
-    assert float(metrics.learning_rate) == pytest.approx(0.005)  # the first of two steps of warm-up
+    assert float(metrics.learning_rate) == pytest.approx(0.005)  # the first of two warm-up steps
 
     def updated(param, grad, is_matrix):
         # Adam's first step: mean / (sqrt(mean square) + 1e-8), both corrected for their start at zero
         grad = np.asarray(grad, np.float64) * 0.5 / norm
         return param - 0.005 * (grad / (np.abs(grad) + 1e-8) + 0.3 * is_matrix * param)
 
-    expected = jax.tree.map(updated, params, grads, matrices(params))
+    expected = jax.tree.map(updated, params, grads, decays(params, model_declarations(config.model, config.mixer)))
     for got, want, grad in zip(*(jax.tree.leaves(tree) for tree in (after.params, expected, grads)), strict=True):
-        clear = np.abs(grad) > 1e-5  # where the sign of a gradient is rounding, Adam's first step is, too
+        clear = np.abs(grad) > 1e-5  # elsewhere the gradient's sign, and so Adam's first step, is rounding error
         np.testing.assert_allclose(np.where(clear, got, 0), np.where(clear, want, 0), atol=2e-5)
 
 
 def test_only_matrices_decay(tmp_path):
-    params = make_state(tiny(tmp_path)).params
-    decayed = matrices(params)
+    config = tiny(tmp_path)
+    params = make_state(config).params
+    decayed = decays(params, model_declarations(config.model, config.mixer))
     for (path, leaf), flag in zip(
         jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(decayed), strict=True
     ):
@@ -59,11 +60,11 @@ def test_only_matrices_decay(tmp_path):
         assert flag == (leaf.ndim - stacked >= 2), path
 
 
-def test_a_batch_in_parts_is_the_batch(tmp_path):
+def test_accumulation_does_not_change_the_step(tmp_path):
     config = without_memory(tiny(tmp_path))
     parts = with_train(config, accumulation=2)
-    # Two steps: Adam's first is only signs. Sums in another order differ by rounding, which Adam divides by a small
-    # root; so the losses and the gradient's norm are compared tightly, the parameters by what a rate of .003 allows.
+    # Two steps, because Adam's first depends on signs only. Rounding differs between orders of summation, and Adam
+    # divides it by a small root: losses and gradient norms are compared tightly, parameters relative to a rate of .003.
     results = []
     for each in (config, parts):
         state, step = make_state(each), make_train_step(each)
@@ -85,7 +86,7 @@ def test_state_types(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
 
 
-def test_rate_by_step():
+def test_learning_rate_schedules():
     cosine = learning_rate_schedule(OptimizerConfig(warmup_steps=10, learning_rate=1.0), 100)
     np.testing.assert_allclose([cosine(t) for t in (0, 4, 9, 10)], [0.1, 0.5, 1.0, 1.0], rtol=1e-5)
     np.testing.assert_allclose(cosine(55), 0.1 + 0.9 * 0.5, rtol=1e-5)  # halfway down
@@ -95,7 +96,7 @@ def test_rate_by_step():
     )
     np.testing.assert_allclose([constant(t) for t in (0, 9, 50, 80, 90, 100)], [0.1, 1, 1, 1, 0.5, 0], atol=1e-6)
 
-    crowded = learning_rate_schedule(  # a decay that would begin before the warm-up's end begins there
+    crowded = learning_rate_schedule(  # a decay never begins before the end of the warm-up
         OptimizerConfig(warmup_steps=50, learning_rate=1.0, schedule=Schedule.CONSTANT, decay_fraction=0.8), 100
     )
     np.testing.assert_allclose([crowded(t) for t in (49, 75, 100)], [1.0, 0.55, 0.1], atol=1e-6)
@@ -103,13 +104,13 @@ def test_rate_by_step():
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 50), (3, 3), (10, 0)])
-def test_short_runs_have_a_positive_rate(schedule, steps, warmup):
+def test_short_runs_have_a_positive_learning_rate(schedule, steps, warmup):
     config = OptimizerConfig(warmup_steps=warmup, schedule=schedule, learning_rate=1.0)
     rate = learning_rate_schedule(config, steps)
     assert all(0 < float(rate(t)) <= 1 + 1e-6 for t in range(steps))
 
 
-def test_rate_that_falls_by_the_square_root():
+def test_square_root_decay():
     rate = learning_rate_schedule(
         OptimizerConfig(
             warmup_steps=10, learning_rate=1.0, schedule=Schedule.CONSTANT, decay=Decay.SQRT, final_learning_rate=0.1
@@ -128,22 +129,22 @@ def one_update(config, windows=None):
 
 
 def assert_same_but_for_the_last_bit(a, b):
-    """Programs may round it differently: that of a parameter, or of an update up to 0.01, whose last bit is 1e-9."""
+    """Programs may round differently: parameters, and updates of up to 0.01, whose last bit is 1e-9."""
     np.testing.assert_allclose(a, b, rtol=5e-7, atol=1e-9)
 
 
-def test_the_memory_has_a_rate_and_a_decay_of_its_own(tmp_path):
-    # Adam's first step has the length of the rate, wherever there is a gradient.
+def test_the_mixer_has_its_own_learning_rate_and_weight_decay(tmp_path):
+    # Adam's first step is as long as the learning rate, wherever there is a gradient.
     config = with_optimizer(tiny(tmp_path), learning_rate=0.01, weight_decay=0.0, warmup_steps=0)
     _, plain, _ = one_update(config)
     before, slower, _ = one_update(with_optimizer(config, mixer_learning_rate=0.1, mixer_weight_decay=0.5))
     moved, moved_slower, start = (parts_of(tree) for tree in (plain, slower, before))
     for a, b in zip(moved["blocks"], moved_slower["blocks"], strict=True):
         assert_same_but_for_the_last_bit(a, b)
-    flags = parts_of(matrices(before))["mixer"]
-    for a, b, x, decays in zip(moved["mixer"], moved_slower["mixer"], start["mixer"], flags, strict=True):
+    flags = parts_of(decays(before, model_declarations(config.model, config.mixer)))["mixer"]
+    for a, b, x, decayed in zip(moved["mixer"], moved_slower["mixer"], start["mixer"], flags, strict=True):
         # Parameters of size 4 are float32 numbers 5e-7 apart.
-        np.testing.assert_allclose(b - x, 0.1 * (a - x) - 0.1 * 0.01 * 0.5 * x * decays, atol=5e-7)
+        np.testing.assert_allclose(b - x, 0.1 * (a - x) - 0.1 * 0.01 * 0.5 * x * decayed, atol=5e-7)
 
 
 def test_muon_makes_stacked_matrices_orthogonal(tmp_path):
@@ -154,7 +155,7 @@ def test_muon_makes_stacked_matrices_orthogonal(tmp_path):
     start, end = (tree["blocks"]["attention"]["function"]["query"]["kernel"] for tree in (before, after))
     kernels = end - start
     assert kernels.shape == (2, 16, 16)
-    for kernel in kernels:  # each block's by itself; Newton and Schulz come to within a third of 1
+    for kernel in kernels:  # a matrix for each block; Newton-Schulz gets the singular values to between 0.3 and 1.4
         values = np.linalg.svd(kernel, compute_uv=False) / (0.005 * 0.2 * 16**0.5)
         assert values.min() > 0.3
         assert values.max() < 1.4
@@ -167,7 +168,7 @@ def test_z_loss_is_the_squared_log_normaliser(tmp_path):
     config = without_memory(tiny(tmp_path))
     _, _, metrics = one_update(config)
     _, _, with_z = one_update(with_optimizer(config, z_loss=0.1))
-    assert float(metrics.loss) == float(with_z.loss)  # the loss that is logged is without it
+    assert float(metrics.loss) == float(with_z.loss)  # the logged loss does not include it
     assert float(with_z.grad_norm) != float(metrics.grad_norm)
     graph, params = model_graph(config.model, config.mixer), make_state(config).params
     tokens = jnp.asarray(batch().tokens)
@@ -182,7 +183,7 @@ def test_z_loss_is_the_squared_log_normaliser(tmp_path):
     assert float(with_z.grad_norm) == pytest.approx(norm, rel=1e-4)
 
 
-def test_targets_that_open_a_document_do_not_count(tmp_path):
+def test_the_first_token_of_a_document_is_not_a_target(tmp_path):
     config = without_memory(tiny(tmp_path))
     tokens = batch(4).tokens
     segments = np.where(np.arange(17) < 6, 1, 2)[None].repeat(4, axis=0).astype(np.int32)
@@ -202,8 +203,8 @@ def test_a_spike_is_skipped():
     losses, rng = LossRecord.empty(), np.random.default_rng(0)
     past = 2 + 0.1 * rng.normal(size=300)
     for number, loss in enumerate(past):
-        losses = record(losses, jnp.float32(loss))
-        if number + 1 < FEWEST:
+        losses = record_loss(losses, jnp.float32(loss))
+        if number + 1 < MIN_LOSSES:
             assert not is_spike(losses, jnp.float32(100.0), 6.0)
     assert float(losses.mean) == pytest.approx(2, abs=0.03)
     assert float(losses.variance) ** 0.5 == pytest.approx(0.1, rel=0.3)
@@ -212,7 +213,7 @@ def test_a_spike_is_skipped():
     assert not is_spike(losses, jnp.float32(100.0), None)
 
 
-def test_fingerprints_tell_any_change():
+def test_fingerprints_detect_changes():
     tree = {"a": jnp.arange(12.0).reshape(3, 4), "b": jnp.asarray([1, 2, 3])}
     first = np.asarray(fingerprint(tree))
     for index in range(12):
