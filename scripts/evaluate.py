@@ -10,7 +10,7 @@ from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.data import load_data
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate
-from ldm_jax.mixers import MixerKind, without_reads
+from ldm_jax.mixers import DepthMemoryConfig, without_reads
 from ldm_jax.train import load_run
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         print(f"step {run.step}, {size}{where}; +- standard error")
         result = evaluate(run.params, windows)
         print(f"validation loss: {result}")
-        if run.config.mixer.kind is MixerKind.LDM:
+        if isinstance(run.config.mixer.options, DepthMemoryConfig):
             silent = evaluate(without_reads(run.params), windows)
             print(f"with all read gains at zero: {silent}")
             worth, error = silent.difference(result)

@@ -94,10 +94,14 @@ class DepthMemoryConfig(MixerOptions):
             return None
         return f"the write {self.write} cannot be undone: it would divide by forgetting"
 
-    @property
-    def platform(self) -> str | None:
+    def not_for_training_on(self, platform: str) -> str | None:
         """The fused form's kernel is for TPUs."""
-        return "tpu" if self.form is Form.FUSED else None
+        if self.form is not Form.FUSED or platform == "tpu":
+            return None
+        return (
+            f"form is fused, but JAX runs on {platform} here: its kernel is for TPUs. Set form to recurrent, which has the "
+            "same parameters and results."
+        )
 
     @property
     def sharded_sizes(self) -> dict[str, tuple[Axis, int]]:

@@ -82,9 +82,9 @@ class MixerOptions:
         """Why the writes cannot be undone, as "WHAT cannot be undone: REASON"; None where they can."""
         return None
 
-    @property
-    def platform(self) -> str | None:
-        """The only platform on which it trains at full speed (`jax.default_backend()`), or None for all."""
+    def not_for_training_on(self, platform: str) -> str | None:
+        """Why it should not train on a platform (`jax.default_backend()`), starting with the option; None: it can."""
+        del platform
         return None
 
     @property

@@ -15,7 +15,7 @@ from ldm_jax.config import Config
 from ldm_jax.data import Batch, Data
 from ldm_jax.errors import DivergedError, UserError
 from ldm_jax.infer import make_evaluate, make_memory_figures
-from ldm_jax.mixers import MixerKind
+from ldm_jax.mixers import DepthMemoryConfig
 from ldm_jax.nn import model_graph
 from ldm_jax.parallel import LocalRows, StopVote, is_leader
 from ldm_jax.progress import TrainingLine
@@ -78,7 +78,7 @@ class Loop:
         part_size = config.train.batch_size // config.train.accumulation
         self.evaluate = make_evaluate(model_graph(config.model, config.mixer), part_size, data.bytes_per_token)
         self.validation = data.validation_windows(config.train.validation_windows)
-        self.figures = make_memory_figures(config) if config.mixer.kind is MixerKind.LDM else None
+        self.figures = make_memory_figures(config) if isinstance(config.mixer.options, DepthMemoryConfig) else None
         self.flops_per_token = model_flops_per_token(config)
         self.peak_flops = peak_flops(1 if mesh is None else mesh.size)
         self.vote = StopVote(mesh).cast if mesh is not None and jax.process_count() > 1 else None

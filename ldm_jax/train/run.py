@@ -17,7 +17,6 @@ from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.infer import Sampling, complete
-from ldm_jax.mixers import Form, MixerKind
 from ldm_jax.nn import count_parameters, model_graph
 from ldm_jax.parallel import code_fingerprint, first_failure, is_leader, make_mesh, on_leader, require_same
 from ldm_jax.train.checkpoints import Checkpoints, Progress
@@ -127,12 +126,8 @@ def _check_device(config: Config) -> None:
             f"model.attention is cudnn, but JAX runs on {here} here: cuDNN needs an NVIDIA GPU. Set model.attention to "
             "xla."
         )
-    mixer = config.mixer
-    if mixer.kind is MixerKind.LDM and mixer.ldm.form is Form.FUSED and here != "tpu":
-        raise UserError(
-            f"mixer.ldm.form is fused, but JAX runs on {here} here: its kernel is for TPUs. Set mixer.ldm.form to "
-            "recurrent, which has the same parameters and results."
-        )
+    if (why := config.mixer.options.not_for_training_on(here)) is not None:
+        raise UserError(f"mixer.{config.mixer.kind}.{why}")
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
