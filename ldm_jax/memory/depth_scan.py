@@ -1,7 +1,7 @@
-"""One scan over stacked layers, and three ways for its backward pass to have the state of every layer again.
+"""One scan over stacked layers, with three backward modes.
 
-The state of a depth memory is K times as wide as the stream. Plain differentiation saves it at every layer; here it
-can instead be computed again, or be had from the later state by undoing the layer's writes.
+The state of a depth memory is K times as wide as the stream. Plain differentiation saves it at every layer; instead it
+can be computed again, or restored from the later state by undoing the layer's writes.
 """
 
 import enum
@@ -18,10 +18,10 @@ Undo = Callable[[Any, Any, Any], Any]
 
 
 class Backward(enum.StrEnum):
-    """What the backward pass has of each layer.
+    """What is saved of each layer for the backward pass.
 
-    stored: all that it needs. recomputed: the state before it; the rest is computed again. undone: what its step kept;
-    the state before it is the later state, undone, and the rest is computed again.
+    stored: everything it needs. remat: the state before the layer; the rest is computed again. reversible: the layer's
+    residual; the state before the layer is restored from the later one, and the rest is computed again.
     """
 
     STORED = "stored"
@@ -42,8 +42,8 @@ def depth_scan(
     """The state after all layers: `state, _ = step(layer, state)` for each layer in turn.
 
     With `reversible` the backward pass goes down the layers: `undo` gives the state before each layer, the step is
-    computed again, and the cotangent is pulled back through it. Only the final state and what each step kept are saved,
-    so memory grows with depth by what is kept, whatever the state's size. `undo` need not return the very bits: the
+    computed again, and the cotangent is pulled back through it. Only the final state and the steps' residuals are saved,
+    so memory grows with depth by the residuals, whatever the state's size. `undo` need not return the very bits: the
     gradient is that of the step at the state which it returns.
 
     Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` closes over are differentiated,
@@ -51,12 +51,12 @@ def depth_scan(
     `check_vma=False`. JAX has no forward mode through it (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): use `remat`.
 
     Args:
-        step: `(layer, state) -> (state, kept)`. The state is a pytree of arrays that keeps its structure, shapes and
-            types (unless `scan` is false); `kept` is a pytree of arrays, ignored but for `reversible`.
+        step: `(layer, state) -> (state, residual)`. The state is a pytree of arrays that keeps its structure, shapes and
+            types (unless `scan` is false); `residual` is a pytree of arrays, ignored but for `reversible`.
         state: before the first layer.
         layers: a pytree of arrays with a leading depth axis.
         backward: how the backward pass has the state of every layer.
-        undo: `(layer, state after, kept) -> state before`; for `reversible`.
+        undo: `(layer, state after, residual) -> state before`; for `reversible`.
         scan: one `jax.lax.scan`, compiled once for all layers, instead of a Python loop.
         policy: what `remat` saves nevertheless (`jax.checkpoint_policies`).
 
@@ -99,14 +99,14 @@ def depth_map(step: Step, state: Any, layers: Any, *, scan: bool = True) -> tupl
 
 
 def _forward(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]:
-    """The final state and what was kept: stacked by a scan, a list without one."""
+    """The final state and the residuals: stacked by a scan, a list without one."""
     if scan:
         return jax.lax.scan(lambda state, layer: step(layer, state), state, layers)
-    kept = []
+    residual = []
     for layer in _unstacked(layers):
         state, part = step(layer, state)
-        kept.append(part)
-    return state, kept
+        residual.append(part)
+    return state, residual
 
 
 def _unstacked(layers: Any) -> list[Any]:
@@ -119,32 +119,32 @@ def _unstacked(layers: Any) -> list[Any]:
 def _scan_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     """`reversible` over a `jax.lax.scan`: its backward pass is a scan, too, and is compiled once."""
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-    run_step, step_arrays, (_, kept) = _explicit(step, layer, state)
-    run_undo, undo_arrays, before = _explicit(undo, layer, state, kept)
-    _check_undone(before, state)
+    run_step, step_arrays, (_, residual) = _explicit(step, layer, state)
+    run_undo, undo_arrays, before = _explicit(undo, layer, state, residual)
+    _check_state_before(before, state)
 
     @jax.custom_vjp
     def run(arrays: Any, layers: Any, state: Any) -> Any:
         return forward(arrays, layers, state)[0]
 
     def forward(arrays: Any, layers: Any, state: Any) -> tuple[Any, Any]:
-        state, kept = jax.lax.scan(lambda state, layer: run_step(arrays[0], layer, state), state, layers)
-        return state, (arrays, layers, state, kept)
+        state, residual = jax.lax.scan(lambda state, layer: run_step(arrays[0], layer, state), state, layers)
+        return state, (arrays, layers, state, residual)
 
     def pull_back(saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        arrays, layers, state, kept = saved
+        arrays, layers, state, residual = saved
 
         def down(carry: Any, each: Any) -> tuple[Any, Any]:
             state, cotangent, total = carry
-            layer, kept = each
+            layer, residual = each
             # Without the barrier a TPU undoes the writes anew for every use of the state, and holds on to more.
-            state = jax.lax.optimization_barrier(run_undo(arrays[1], layer, state, kept))
+            state = jax.lax.optimization_barrier(run_undo(arrays[1], layer, state, residual))
             of_arrays, of_layer, cotangent = _pull_step(run_step, arrays[0], layer, state, cotangent)
             return (state, cotangent, jax.tree.map(jnp.add, total, of_arrays)), of_layer
 
         zeros = [jnp.zeros_like(leaf) for leaf in _differentiable(arrays[0])]
         carry = (state, _differentiable(cotangent), zeros)
-        (_, cotangent, total), of_layers = jax.lax.scan(down, carry, (layers, kept), reverse=True)
+        (_, cotangent, total), of_layers = jax.lax.scan(down, carry, (layers, residual), reverse=True)
         of_arrays = _with_rest(arrays[0], total), _with_rest(arrays[1], None)
         return of_arrays, _with_rest(layers, of_layers), _with_rest(state, cotangent)
 
@@ -158,32 +158,32 @@ def _loop_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     steps, undos, shapes = [], [], state
     for layer in each:
         before = shapes
-        run_step, arrays, (shapes, kept) = _explicit(step, layer, before)
+        run_step, arrays, (shapes, residual) = _explicit(step, layer, before)
         steps.append((run_step, arrays))
-        run_undo, arrays, undone = _explicit(undo, layer, shapes, kept)
+        run_undo, arrays, undone = _explicit(undo, layer, shapes, residual)
         undos.append((run_undo, arrays))
-        _check_undone(undone, before)
+        _check_state_before(undone, before)
 
     @jax.custom_vjp
     def run(arrays: Any, layers: Any, state: Any) -> Any:
         return forward(arrays, layers, state)[0]
 
     def forward(arrays: Any, layers: Any, state: Any) -> tuple[Any, Any]:
-        all_kept = []
+        residuals = []
         for (step, _), (constants, _), layer in zip(steps, arrays, layers, strict=True):
-            state, kept = step(constants, layer, state)
-            all_kept.append(kept)
-        return state, (arrays, layers, state, all_kept)
+            state, residual = step(constants, layer, state)
+            residuals.append(residual)
+        return state, (arrays, layers, state, residuals)
 
     def pull_back(saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        arrays, layers, state, all_kept = saved
+        arrays, layers, state, residuals = saved
         cotangent, of_arrays, of_layers = _differentiable(cotangent), [], []
-        for (step, _), (undo, _), constants, layer, kept in reversed(
-            list(zip(steps, undos, arrays, layers, all_kept, strict=True))
+        for (step, _), (undo, _), constants, layer, residual in reversed(
+            list(zip(steps, undos, arrays, layers, residuals, strict=True))
         ):
             # The barrier keeps the compiler from finding that the step was computed before, and saving all of it.
-            state, kept, cotangent = jax.lax.optimization_barrier((state, kept, cotangent))
-            state = undo(constants[1], layer, state, kept)
+            state, residual, cotangent = jax.lax.optimization_barrier((state, residual, cotangent))
+            state = undo(constants[1], layer, state, residual)
             of_constants, of_layer, cotangent = _pull_step(step, constants[0], layer, state, cotangent)
             of_arrays.append((_with_rest(constants[0], of_constants), _with_rest(constants[1], None)))
             of_layers.append(_with_rest(layer, of_layer))
@@ -193,7 +193,7 @@ def _loop_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     return run([(a, b) for (_, a), (_, b) in zip(steps, undos, strict=True)], each, state)
 
 
-def _check_undone(undone: Any, before: Any) -> None:
+def _check_state_before(undone: Any, before: Any) -> None:
     """Raises ValueError unless `undo` returns what the step was given, in structure, shapes and types."""
     of = lambda tree: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)  # noqa: E731
     found, expected = of(undone), of(before)

@@ -99,8 +99,8 @@ class DepthMemoryConfig(MixerOptions):
         if self.form is not Form.FUSED or platform == "tpu":
             return None
         return (
-            f"form is fused, but JAX runs on {platform} here: its kernel is for TPUs. Set form to recurrent, which has the "
-            "same parameters and results."
+            f"form is fused, but JAX runs on {platform} here: its kernel is for TPUs. Set form to recurrent, which has "
+            "the same parameters and results."
         )
 
     @property

@@ -30,7 +30,7 @@ class Sublayer(nnx.Module):
         return self.mixer.write(state, constrain(output, Axis.BATCH, Axis.TOKENS, None))
 
 
-class BlockKept(NamedTuple):
+class BlockResidual(NamedTuple):
     """What undoing a block needs: the stream before it, and of each write what its own undoing needs."""
 
     stream: Any
@@ -55,12 +55,12 @@ class Block(nnx.Module):
         self.attention = sublayer(Attention(config, rngs=rngs), last=False)
         self.mlp = sublayer(MLP(config, rngs=rngs), last=True)
 
-    def __call__(self, state: MixerState, documents: Documents | None = None) -> tuple[MixerState, BlockKept]:
+    def __call__(self, state: MixerState, documents: Documents | None = None) -> tuple[MixerState, BlockResidual]:
         """The mixer's state after the block, and what `undo` needs."""
         stream = state.stream
         state, attention = self.attention(state, documents)
         state, mlp = self.mlp(state)
-        return state, BlockKept(stream, attention, mlp)
+        return state, BlockResidual(stream, attention, mlp)
 
     def decode(self, state: MixerState, cache: KeyValues, places: Places) -> tuple[MixerState, KeyValues]:
         """The mixer's state of new tokens after the block, and the attention's cache with them."""
@@ -73,7 +73,7 @@ class Block(nnx.Module):
         state, _ = self.mlp(state)
         return state, cache
 
-    def undo(self, state: MixerState, kept: BlockKept) -> MixerState:
+    def undo(self, state: MixerState, residual: BlockResidual) -> MixerState:
         """The mixer's state before the block, from that after it."""
-        memory = self.mlp.mixer.undo(state.memory, kept.mlp)
-        return MixerState(kept.stream, self.attention.mixer.undo(memory, kept.attention))
+        memory = self.mlp.mixer.undo(state.memory, residual.mlp)
+        return MixerState(residual.stream, self.attention.mixer.undo(memory, residual.attention))

@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
             state,
             self.blocks,
             backward=self.backward,
-            undo=lambda block, state, kept: block.undo(state, kept),
+            undo=lambda block, state, residual: block.undo(state, residual),
             scan=config.scan,
             policy=policy,
         )
