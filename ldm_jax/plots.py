@@ -1,144 +1,37 @@
-"""Curves of runs, drawn from their metrics. Readable without colour."""
+"""What all pictures share: line styles that are distinct without colour, labels of figures, saving."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from ldm_jax.errors import UserError
-from ldm_jax.train.metrics import read_metrics
 
 LINES = ("-", "--", ":", "-.")
+MARKERS = "os^vDPX*"
 
-Rows = list[dict[str, Any]]
-
-FIGURES = {
+MEMORY_LABELS = {
     "forgetting": "forgetting of a write",
     "gain": "read gain",
     "gate": "read gate",
     "importance": "importance of a write",
     "log10_condition": "log10 of P's condition number",
 }
+"""Of `ldm_jax.infer.MemoryFigures`."""
 
 
-def distinct_names(runs: Sequence[Path]) -> list[str]:
-    """The folders' names, each with as many of its parents' as tell it from the others."""
-    paths = [run.absolute().parts for run in runs]
-    lengths = range(1, max(map(len, paths), default=0) + 1)
-    every = (["/".join(parts[-length:]) for parts in paths] for length in lengths)
-    return next((names for names in every if len(set(names)) == len(set(paths))), [])
+def line_style(index: int, *, markers: bool = False) -> str:
+    """Matplotlib's format of the line with this index."""
+    return LINES[index % len(LINES)] + (MARKERS[index % len(MARKERS)] if markers else "")
 
 
-def plot_runs(runs: Sequence[Path], names: Sequence[str], file: Path) -> None:
-    """Loss, gradient norm, learning rate and speed of runs by tokens seen; the file's ending says which format.
-
-    The training loss, one batch a point, is drawn thin; the validation loss is marked. Losses are in nats a token, or,
-    where the tokens of the runs are not of the same length, in bits a byte.
+def save_picture(figure: Figure, file: Path) -> Path:
+    """Saves a picture in the format of the file's ending; returns the file.
 
     Raises:
-        UserError: a folder holds no metrics, or the picture cannot be written.
+        UserError: the file cannot be written, or the format is unknown.
     """
-    matplotlib.use("agg")
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    grid = figure.add_gridspec(3, 2, width_ratios=(2, 1))
-    loss = figure.add_subplot(grid[:, 0])
-    others = {
-        "grad_norm": (figure.add_subplot(grid[0, 1]), "gradient norm"),
-        "learning_rate": (figure.add_subplot(grid[1, 1]), "learning rate"),
-        "tokens_per_second": (figure.add_subplot(grid[2, 1]), "tokens a second"),
-    }
-    rows_of_runs = [_training_rows(run) for run in runs]
-    scales = [_bits_per_byte(rows) for rows in rows_of_runs]
-    known = [scale for scale in scales if scale is not None]
-    in_bits = len(known) == len(runs) and max(known) > 1.001 * min(known)
-    for index, (name_of_run, rows) in enumerate(zip(names, rows_of_runs, strict=True)):
-        line, colour = LINES[index % len(LINES)], f"C{index}"
-        _plot_losses(loss, name_of_run, rows, index, known[index] if in_bits else 1.0)
-        for name, (axes, _) in others.items():
-            axes.plot(*_curve(rows, name), line, color=colour, linewidth=0.8)
-    for axes, title in [*others.values(), (loss, "training loss (thin, one batch a point) and validation loss")]:
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("tokens seen")
-        axes.grid(alpha=0.3)
-    norm = others["grad_norm"][0]
-    norm.set_yscale("log")
-    norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    norm.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    norm.yaxis.set_minor_formatter(NullFormatter())
-    loss.set_ylabel("loss (bits a byte)" if in_bits else "loss (nats a token)")
-    loss.legend()
-    _save(figure, file)
-
-
-def plot_memory(run: Path, name: str, file: Path) -> bool:
-    """Forgetting, gains, gates, importance and conditioning by sublayer and step, means over groups, as heat maps.
-
-    Returns whether there is anything to draw: only a depth memory logs them.
-
-    Raises:
-        UserError: a folder holds no metrics, or the picture cannot be written.
-    """
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if set(FIGURES) <= set(row)]
-    if not rows:
-        return False
-    matplotlib.use("agg")
-    figure = Figure(figsize=(4.4 * len(FIGURES), 4), layout="constrained")
-    steps = [row["step"] for row in rows]
-    ticks = sorted({0, len(steps) // 2, len(steps) - 1})
-    for axes, (figure_name, title) in zip(figure.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
-        values = np.array([row[figure_name] for row in rows]).mean(axis=-1).T  # [N, steps]
-        limits = {"vmin": 0, "vmax": 1} if figure_name == "gate" else {}
-        image = axes.imshow(values, aspect="auto", cmap="Greys", interpolation="nearest", **limits)
-        axes.set_xticks(ticks, [steps[tick] for tick in ticks])
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("step")
-        axes.set_ylabel("sublayer: 0 attention 1, 1 MLP 1, ..")
-        axes.set_title(title, fontsize=10)
-        figure.colorbar(image, ax=axes)
-    figure.suptitle(f"The depth memory of {name}, means over groups")
-    _save(figure, file)
-    return True
-
-
-def _training_rows(run: Path) -> Rows:
-    rows = read_metrics(run / "metrics.jsonl")
-    if not any("loss" in row for row in rows):
-        raise UserError(f"{run} holds no metrics: give a folder that scripts/train.py has written.")
-    return rows
-
-
-def _curve(rows: Rows, name: str) -> tuple[list[Any], list[Any]]:
-    """Tokens seen, and the values logged there."""
-    found = [(row["tokens"], row[name]) for row in rows if name in row and "tokens" in row]
-    return [tokens for tokens, _ in found], [value for _, value in found]
-
-
-def _bits_per_byte(rows: Rows) -> float | None:
-    """Of a loss of 1 nat a token; None before the first validation."""
-    both = [row for row in rows if "validation_loss" in row]
-    return both[-1]["validation_bits_per_byte"] / both[-1]["validation_loss"] if both else None
-
-
-def _plot_losses(axes: Axes, name: str, rows: Rows, index: int, scale: float) -> None:
-    colour, line = f"C{index}", LINES[index % len(LINES)]
-    tokens, losses = _curve(rows, "loss")
-    axes.plot(tokens, [scale * loss for loss in losses], line, color=colour, linewidth=0.7, alpha=0.6)
-    label, bits = f"{name}: validation", _curve(rows, "validation_bits_per_byte")[1]
-    if bits:
-        label += f", {bits[-1]:.3f} bits a byte at the end"
-    marker = "osD^v"[index % 5]
-    tokens, losses = _curve(rows, "validation_loss")
-    scaled = [scale * loss for loss in losses]
-    axes.plot(tokens, scaled, line, marker=marker, color=colour, linewidth=1.8, label=label)
-
-
-def _save(figure: Figure, file: Path) -> None:
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:
         raise UserError(f"the picture {file} cannot be written: {error}.") from error
+    return file

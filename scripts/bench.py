@@ -1,4 +1,4 @@
-"""What a depth memory costs, how fast data is read and text generated: `python scripts/bench.py memory`, or step."""
+"""Measure the depth memory, the loader and generation: `python scripts/bench.py memory`, or step, loader, ..."""
 
 import enum
 import os
@@ -13,7 +13,7 @@ import tyro
 from ldm_jax.bench import training as bench
 from ldm_jax.bench.generation import generation_rows
 from ldm_jax.bench.loader import loader_rows
-from ldm_jax.bench.table import plot_memory, print_rows, write_rows
+from ldm_jax.bench.table import Row, plot_memory, print_rows, save_rows
 from ldm_jax.config import ComputeType
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.config.toml import read_config
@@ -27,7 +27,7 @@ QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
 
 class What(enum.StrEnum):
-    """What is measured."""
+    """What to measure."""
 
     MEMORY = "memory"
     TRAFFIC = "traffic"
@@ -39,58 +39,59 @@ class What(enum.StrEnum):
 
 
 TITLES = {
-    What.MEMORY: "Temporary memory of loss and gradient, compiled",
-    What.TRAFFIC: "Main memory traffic and flops of loss and gradient, per block; attention is a token-local stand-in",
-    What.STEP: "Seconds of a training step, the mixers taking turns, median",
-    What.COMPILE: "Seconds to trace and compile loss and gradient, the depths taking turns, median",
-    What.WRITE: "Seconds of one write, and of one copy of the same bytes, median",
-    What.LOADER: "Tokens a second that the loader reads, and that the training step takes, taking turns, median",
-    What.GENERATE: "Tokens a second that are generated, with and without a cache, taking turns, median",
+    What.MEMORY: "Compiled temporary memory of loss and gradient",
+    What.TRAFFIC: "HBM bytes and flops of loss and gradient, per block; a token-local stand-in replaces attention",
+    What.STEP: "Median seconds of a training step; the mixers alternate",
+    What.COMPILE: "Median seconds to trace and compile loss and gradient; the depths alternate",
+    What.WRITE: "Median seconds of one write, and of one copy of the same bytes",
+    What.LOADER: "Median tokens a second of the loader, and of the training step; the two alternate",
+    What.GENERATE: "Median tokens a second of generation, with and without a cache; the two alternate",
 }
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measures LDM beside PreLN, prints a table, and writes the figures as JSON if asked to."""
+    """Measures LDM against PreLN, the loader or generation, and prints a table."""
 
     what: tyro.conf.Positional[What]
-    """memory: compiled temporary memory. traffic: bytes and flops per block on a TPU chip. step: seconds of a training
-    step. compile: seconds to compile. write: one write against a copy of its bytes. loader: reading a
-    config's data against training on it. generate: decoding with a config's model."""
+    """memory: compiled temporary memory. traffic: HBM bytes and flops per block on a TPU chip. step: seconds of a
+    training step. compile: seconds to compile. write: seconds of one write, and of a copy of the same bytes. loader:
+    tokens a second of loading a config's data, and of training on it. generate: tokens a second of decoding with a
+    config's model."""
     json: Path | None = None
-    """File for the figures."""
+    """JSON file to write the figures to."""
     plot: Path | None = None
-    """Picture of memory against depth (memory)."""
+    """Picture of memory against depth to write (memory)."""
     tpu: str | None = None
-    """A TPU slice such as v5e:2x2, for a chip of which memory and traffic are compiled; no TPU is needed."""
+    """TPU slice such as v5e:2x2 to compile for (memory, traffic). No TPU is needed."""
     key_dims: tuple[int, ...] | None = None
-    """K. None: 4 and 16, for a TPU 8."""
+    """Key widths K. None: 4 and 16; with --tpu 8."""
     modes: tuple[Backward, ...] | None = None
-    """What the backward pass has. None: all three."""
+    """Backward modes. None: all three."""
     forms: tuple[Form, ...] | None = None
-    """Forms of the memory. None: all; fused, whose kernel is for TPUs, with --tpu only."""
+    """Forms of the memory. fused requires --tpu. None: all that can run."""
     dtypes: tuple[ComputeType, ...] | None = None
     """Compute types (traffic). None: both."""
     depths: tuple[int, ...] | None = None
-    """Blocks (memory; the slope is between the last two). None: 6, 12 and 24, for a TPU 24."""
+    """Numbers of blocks (memory; the slope is between the last two). None: 6, 12 and 24; with --tpu 24."""
     step_depth: int = 4
-    """Blocks (step)."""
+    """Number of blocks (step)."""
     repetitions: int | None = None
-    """Rounds (step, compile, write, loader, generate). None: 10, of compile 2."""
+    """Measurements of each (step, compile, write, loader, generate). None: 10; for compile 2."""
     config: Path | None = None
-    """Config whose data or model is used (loader, generate). None: configs/quickstart.toml."""
+    """Config of the data or the model (loader, generate). None: configs/quickstart.toml."""
 
 
 def check(arguments: Arguments) -> None:
-    """Raises UserError for numbers and combinations that measure nothing."""
+    """Raises UserError for invalid numbers and combinations."""
     if arguments.what is What.TRAFFIC and arguments.tpu is None:
-        raise UserError("traffic is counted by the TPU compiler: add --tpu v5e:2x2 (pip install -e '.[tpu]').")
+        raise UserError("traffic needs the TPU compiler: add --tpu v5e:2x2 (pip install -e '.[tpu]').")
     if arguments.tpu is not None and arguments.what not in (What.MEMORY, What.TRAFFIC):
-        raise UserError(f"{arguments.what} is measured on this machine: leave --tpu out.")
+        raise UserError(f"{arguments.what} is measured on this machine: omit --tpu.")
     if arguments.plot is not None and (arguments.what is not What.MEMORY or arguments.tpu is not None):
-        raise UserError("the picture is one of memory on this machine: leave --plot out.")
+        raise UserError("--plot draws memory on this machine only: omit --plot.")
     if arguments.tpu is None and Form.FUSED in (arguments.forms or ()):
-        raise UserError("the form fused is for TPUs: leave it out of --forms, or add --tpu v5e:2x2.")
+        raise UserError("the form fused compiles for TPUs only: omit it from --forms, or add --tpu v5e:2x2.")
     here = What.MEMORY, What.TRAFFIC, What.STEP, What.COMPILE
     for name, measured in (
         ("depths", (What.MEMORY,)),
@@ -100,13 +101,13 @@ def check(arguments: Arguments) -> None:
         ("config", (What.LOADER, What.GENERATE)),
     ):
         if getattr(arguments, name) is not None and arguments.what not in measured:
-            raise UserError(f"{arguments.what} takes no {name}: leave --{name} out.")
+            raise UserError(f"{arguments.what} does not use {name}: omit --{name}.")
     for name in ("key_dims", "modes", "forms", "dtypes", "depths"):
         if getattr(arguments, name) == ():
-            raise UserError(f"--{name.replace('_', '-')} is empty: name some, or leave it out.")
+            raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or omit it.")
     depths = arguments.depths or (1,)
     if min(depths) < 1 or list(depths) != sorted(set(depths)):
-        raise UserError(f"depths are {depths}, but they must be at least 1 and rise.")
+        raise UserError(f"depths are {depths}, but they must be at least 1 and increase.")
     for name, values in (
         ("key_dims", arguments.key_dims or (1,)),
         ("step_depth", (arguments.step_depth,)),
@@ -116,13 +117,13 @@ def check(arguments: Arguments) -> None:
             raise UserError(f"{name} is {min(values)}, but it must be at least 1.")
 
 
-def chosen(named: tuple[T, ...] | None, usual: tuple[T, ...]) -> tuple[T, ...]:
-    """What was named, each once, or what is usual."""
-    return tuple(dict.fromkeys(named or usual))
+def chosen(given: tuple[T, ...] | None, default: tuple[T, ...]) -> tuple[T, ...]:
+    """The given values without duplicates, or the default."""
+    return tuple(dict.fromkeys(given or default))
 
 
-def rows(arguments: Arguments) -> Iterator[bench.Row]:
-    """The figures that are asked for, as they are measured."""
+def rows(arguments: Arguments) -> Iterator[Row]:
+    """Yields the figures as they are measured."""
     key_dims = chosen(arguments.key_dims, (4, 16) if arguments.tpu is None else (8,))
     everywhere = (Form.RECURRENT, Form.DUAL) if arguments.tpu is None else tuple(Form)
     subjects = chosen(arguments.modes, tuple(Backward)), chosen(arguments.forms, everywhere), key_dims
@@ -150,16 +151,16 @@ def main() -> None:
     check(arguments)
     for file in (arguments.json, arguments.plot):
         if file is not None and not os.access(file.parent, os.W_OK):
-            raise UserError(f"{file} cannot be written: {file.parent} is no folder that takes files.")
+            raise UserError(f"{file} cannot be written: {file.parent} is not a writable directory.")
     if arguments.plot is not None:
         require_matplotlib()
     if arguments.tpu is not None:
         jax.config.update("jax_platforms", "cpu")
-    if arguments.tpu is not None or arguments.what is What.COMPILE:  # programs for no device of ours can't be read back
+    if arguments.tpu is not None or arguments.what is What.COMPILE:  # JAX cannot read back programs for absent devices
         jax.config.update("jax_enable_compilation_cache", False)
     found = print_rows(rows(arguments), TITLES[arguments.what])
     if arguments.json is not None:
-        write_rows(found, arguments.json)
+        save_rows(found, arguments.json)
     if arguments.plot is not None:
         plot_memory([row for row in found if row.what == "temporary_bytes"], arguments.plot)
 

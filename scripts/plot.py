@@ -1,4 +1,4 @@
-"""Draws the curves of runs: `python scripts/plot.py RUN [RUN ...] --out curves.png`."""
+"""Draw the training curves of runs: `python scripts/plot.py RUN [RUN ...] --out curves.png`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,12 @@ from ldm_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draws loss, gradient norm, rate and speed of runs into one picture, and each run's depth memory into another."""
+    """Draws loss, gradient norm, rate and speed of runs in one picture, and each run's depth memory in another."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs."""
+    """Directories of runs."""
     out: Path = Path("curves.png")
-    """The picture of all; its ending says which format. Those of the memories are named after it and the run."""
+    """Picture of the curves; its ending sets the format. Pictures of memories are named OUT_memory_RUN."""
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     arguments = parse(Arguments)
     require_matplotlib()
     if not arguments.runs:
-        raise UserError("there is no run: give at least one folder that scripts/train.py has written.")
-    from ldm_jax.plots import distinct_names, plot_memory, plot_runs
+        raise UserError("no run is given: give at least one directory of a run of scripts/train.py.")
+    from ldm_jax.train.curves import distinct_names, plot_memory, plot_runs
 
     names = distinct_names(arguments.runs)
     plot_runs(arguments.runs, names, arguments.out)
@@ -36,7 +36,7 @@ def main() -> None:
         if plot_memory(run, name, file):
             print(file)
         else:
-            print(f"{run} has no rows of a depth memory (log.memory_every)")
+            print(f"{run} has no figures of a depth memory (see log.memory_every)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast tokens are generated, with the cache of keys and values and without it."""
+"""Measure how fast tokens are generated, with and without the key-value cache."""
 
 import itertools
 import statistics
@@ -9,27 +9,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ldm_jax.bench.table import Row
 from ldm_jax.bench.timing import alternating
-from ldm_jax.bench.training import Row
 from ldm_jax.config import Config
 from ldm_jax.infer import generate
 from ldm_jax.nn import init_params, model_graph
 
-TOKENS = 32
-"""Generated at a time."""
+TOKENS = 32  # generated per sequence and measurement
 BATCH_SIZES = (1, 8)
 
 
 def generation_rows(config: Config, repetitions: int) -> Iterator[Row]:
-    """Tokens a second of a config's model on this machine, taking turns; medians. Its parameters do not matter.
+    """Median tokens a second of a config's model with random parameters on this machine; the two ways alternate.
 
-    Without a cache, every token is that of a whole forward pass over a window of `data.context` tokens.
+    Without a cache, every token takes a forward pass over a whole window of `data.context` tokens.
     """
     graph, context = model_graph(config.model, config.mixer), config.data.context
     params = init_params(config.model, config.mixer, 0)
 
     @jax.jit
-    def whole_pass(params: Any, window: Any) -> Any:
+    def next_window(params: Any, window: Any) -> Any:
         model = nnx.merge(graph, params)
         last = model.logits(model.hidden(window)[:, -1])
         return jnp.concatenate([window[:, 1:], jnp.argmax(last, axis=-1)[:, None].astype(window.dtype)], axis=1)
@@ -42,7 +41,7 @@ def generation_rows(config: Config, repetitions: int) -> Iterator[Row]:
         def run() -> Any:
             window = jnp.zeros((batch_size, context), jnp.int32)
             for _ in range(TOKENS):
-                window = jax.block_until_ready(whole_pass(params, window))
+                window = jax.block_until_ready(next_window(params, window))
             return window
 
         return run

@@ -1,35 +1,52 @@
-"""Figures of a benchmark as a table, as JSON, and as a picture of memory against depth."""
+"""The rows of a benchmark: printed as a table, saved as JSON, memory drawn against depth."""
 
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ldm_jax.bench.training import Row
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
 _SCALES = {"bytes": ("MiB", 2**-20), "seconds": ("ms", 1e3), "flops": ("GFLOP", 1e-9), "tokens/s": ("tokens/s", 1.0)}
 
 
+@dataclass(frozen=True)
+class Row:
+    """One measured figure."""
+
+    what: str
+    mixer: str
+    backward: str | None
+    form: str | None
+    key_dim: int | None
+    depth: int
+    compute_dtype: str
+    value: float | None
+    """None: the program does not fit the chip."""
+    unit: str
+    ratio_to_preln: float | None
+
+
 def print_rows(rows: Iterable[Row], title: str) -> list[Row]:
-    """Prints each row as it is measured; returns them all."""
+    """Prints each row as soon as it is measured; returns all rows."""
     layout = "{:<16} {:<6} {:<10} {:<9} {:>3} {:>5}  {:<8} {:>18} {:>10}"
     print(f"{title}\n")
     print(layout.format("what", "mixer", "backward", "form", "K", "depth", "type", "value", "over PreLN"))
-    seen = []
+    measured = []
     for row in rows:
-        seen.append(row)
+        measured.append(row)
         unit, scale = _SCALES[row.unit]
         ratio = "" if row.ratio_to_preln is None else f"{row.ratio_to_preln:.2f}"
         value = "does not fit" if row.value is None else f"{row.value * scale:,.2f} {unit}"
         names = row.what, row.mixer, row.backward or "", row.form or "", row.key_dim or "", row.depth
         print(layout.format(*names, row.compute_dtype, value, ratio), flush=True)
-    return seen
+    return measured
 
 
-def write_rows(rows: Sequence[Row], file: Path) -> None:
-    """Writes the rows as a JSON list of objects.
+def save_rows(rows: Sequence[Row], file: Path) -> None:
+    """Saves the rows as a JSON list of objects.
 
     Raises:
         UserError: the file cannot be written.
@@ -37,16 +54,18 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
     try:
         write_atomically(file, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"the figures cannot be written to {file}: {error}.") from error
+        raise UserError(f"cannot write {file}: {error}.") from error
 
 
 def plot_memory(rows: Sequence[Row], file: Path) -> None:
-    """Compiled temporary memory against depth, one line for each mixer, form, K and mode.
+    """Draws compiled temporary memory against depth, one line per mixer, form, K and backward mode.
 
     Raises:
         UserError: the picture cannot be written.
     """
     from matplotlib.figure import Figure
+
+    from ldm_jax.plots import line_style, save_picture
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -58,7 +77,7 @@ def plot_memory(rows: Sequence[Row], file: Path) -> None:
         lines.setdefault(f"{name}, {row.backward}", []).append((row.depth, row.value / 2**20))
     for index, (name, points) in enumerate(lines.items()):
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, "o^sDv"[index % 5] + ("-", "--", ":", "-.")[index % 4], color=f"C{index}", label=name)
+        axes.plot(x, y, line_style(index, markers=True), color=f"C{index}", label=name)
     axes.set_yscale("log")
     axes.set_xlabel("blocks")
     axes.set_ylabel("compiled temporary memory (MiB)")
@@ -66,7 +85,4 @@ def plot_memory(rows: Sequence[Row], file: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.set_xticks(sorted({row.depth for row in rows}))
     figure.legend(loc="outside right center")
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the picture {file} cannot be written: {error}.") from error
+    save_picture(figure, file)

@@ -1,10 +1,10 @@
-"""What a depth memory costs beside PreLN: compiled memory, traffic, step time, compile time."""
+"""Measure the depth memory against PreLN: compiled memory, HBM bytes, step time, compile time, one write."""
 
 import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,36 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ldm_jax.bench.timing import alternating
+from ldm_jax.bench.table import Row
+from ldm_jax.bench.timing import alternating, step_runner
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, DataConfig, ModelConfig, TrainConfig
 from ldm_jax.data import Batch
 from ldm_jax.memory import Backward, Observation
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.mixers.memory_form import Recurrent
-from ldm_jax.roofline.compile import Chip, compile_gradient, costs, temporary_bytes
-from ldm_jax.train.step import make_state, make_train_step
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure."""
-
-    what: str
-    mixer: str
-    backward: str | None
-    form: str | None
-    key_dim: int | None
-    depth: int
-    compute_dtype: str
-    value: float | None
-    """None: the program does not fit the chip."""
-    unit: str
-    ratio_to_preln: float | None
+from ldm_jax.roofline.compile import Chip, compile_gradient, cost_analysis, temporary_bytes
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A mixer as it is measured."""
+    """A mixer and the options that are varied."""
 
     kind: MixerKind
     backward: Backward
@@ -49,7 +32,7 @@ class Subject:
     key_dim: int | None = None
 
     def config(self, size: "Size", depth: int, **model: Any) -> Config:
-        """The training configuration of this mixer at a size and depth."""
+        """A training config with this mixer at a size and depth; `model` are options of the model."""
         ldm = LDMConfig(groups=8)
         if self.form is not None and self.key_dim is not None:
             ldm = dataclasses.replace(ldm, form=self.form, key_dim=self.key_dim)
@@ -63,7 +46,7 @@ class Subject:
     def row(
         self, what: str, depth: int, value: float | None, unit: str, preln: float | None, dtype: str = "float32"
     ) -> Row:
-        """A figure of this mixer, beside PreLN's."""
+        """A figure of this mixer, and its ratio to PreLN's."""
         ratio = None if value is None or preln is None else value / preln
         names = str(self.kind), str(self.backward), self.form and str(self.form), self.key_dim
         return Row(what, *names, depth, dtype, value, unit, ratio)
@@ -71,7 +54,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of a batch."""
+    """Size of the model and of a batch."""
 
     width: int
     tokens: int
@@ -83,12 +66,12 @@ TPU_SIZE = Size(width=1024, tokens=4096, batch=1)
 
 
 def preln(backward: Backward = Backward.REMAT) -> Subject:
-    """What all is compared with. It has nothing to undo: undone is recomputed."""
+    """The reference. PreLN has nothing to reverse, so remat stands for `reversible`."""
     return Subject(MixerKind.PRELN, Backward.STORED if backward is Backward.STORED else Backward.REMAT)
 
 
 def subjects(modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> Iterator[Subject]:
-    """LDM in every combination."""
+    """LDM with every combination of the options."""
     for key_dim, form, backward in itertools.product(key_dims, forms, modes):
         yield Subject(MixerKind.LDM, backward, form, key_dim)
 
@@ -102,7 +85,8 @@ def memory_rows(
 ) -> Iterator[Row]:
     """Temporary memory of loss and gradient at every depth, and its slope per block between the last two depths.
 
-    `ratio_to_preln` compares with PreLN recomputed. For a TPU, attention is the stand-in `local`.
+    `ratio_to_preln` compares with PreLN in mode remat. For a TPU the attention is `local`, a stand-in that reads only
+    the token itself.
     """
     size = CPU_SIZE if chip is None else TPU_SIZE
     attention = AttentionImplementation.XLA if chip is None else AttentionImplementation.LOCAL
@@ -130,16 +114,16 @@ def traffic_rows(
     key_dims: Sequence[int],
     dtypes: Sequence[ComputeType],
 ) -> Iterator[Row]:
-    """Main memory traffic and flops of loss and gradient, per block, on one chip.
+    """HBM bytes and flops of loss and gradient, per block, on one chip.
 
-    The compiler counts a loop's body once, so the blocks are unrolled: (4 blocks - 2 blocks) / 2. Attention is the
-    stand-in `local`; nothing is prefetched, so that every operand counts where it is used.
+    The compiler counts the body of a loop once, so the blocks are unrolled: (4 blocks - 2 blocks) / 2. Attention is
+    `local`, a stand-in that reads only the token itself. Prefetching is off, so that every operand counts as HBM bytes.
     """
 
     def measure(subject: Subject, dtype: ComputeType) -> list[float]:
         options = {"scan": False, "attention": AttentionImplementation.LOCAL, "compute_dtype": dtype}
         few, many = (
-            costs(compile_gradient(subject.config(TPU_SIZE, depth, **options), chip, count_traffic=True))
+            cost_analysis(compile_gradient(subject.config(TPU_SIZE, depth, **options), chip, count_hbm_bytes=True))
             for depth in (2, 4)
         )
         return [(many[name] - few[name]) / 2 for name in ("bytes accessed", "flops")]
@@ -147,35 +131,24 @@ def traffic_rows(
     for dtype in dtypes:
         reference = measure(preln(), dtype)
         for subject in [preln(), *subjects(modes, forms, key_dims)]:
-            moved, flops = reference if subject == preln() else measure(subject, dtype)
-            yield subject.row("hbm_bytes", 4, moved, "bytes", reference[0], str(dtype))
+            hbm_bytes, flops = reference if subject == preln() else measure(subject, dtype)
+            yield subject.row("hbm_bytes", 4, hbm_bytes, "bytes", reference[0], str(dtype))
             yield subject.row("flops", 4, flops, "flops", reference[1], str(dtype))
 
 
 def step_rows(
     modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], depth: int, repetitions: int
 ) -> Iterator[Row]:
-    """Wall time of a whole training step on this machine, the mixers taking turns; medians.
+    """Median wall time of a training step on this machine; the mixers alternate.
 
-    `ratio_to_preln` compares with PreLN with the same recomputation: recomputed for recomputed and undone.
+    `ratio_to_preln` compares with PreLN in the same backward mode (remat for `reversible`).
     """
     all_subjects = [preln(mode) for mode in dict.fromkeys(preln(mode).backward for mode in modes)]
     all_subjects += subjects(modes, forms, key_dims)
     tokens = np.random.default_rng(0).integers(256, size=(CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1))
     batch = Batch(tokens.astype(np.int32), None)
-
-    def runner(subject: Subject) -> Callable[[], Any]:
-        config = subject.config(CPU_SIZE, depth)
-        step, state = make_train_step(config), make_state(config)
-
-        def run() -> Any:
-            nonlocal state
-            state, metrics = step(state, batch)
-            return metrics
-
-        return run
-
-    times = alternating([runner(subject) for subject in all_subjects], repetitions)
+    steps = [step_runner(subject.config(CPU_SIZE, depth), batch) for subject in all_subjects]
+    times = alternating(steps, repetitions)
     medians = {subject: statistics.median(each) for subject, each in zip(all_subjects, times, strict=True)}
     for subject, median in medians.items():
         yield subject.row("step_seconds", depth, median, "seconds", medians[preln(subject.backward)])
@@ -184,9 +157,9 @@ def step_rows(
 def compile_rows(
     modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], repetitions: int
 ) -> Iterator[Row]:
-    """Seconds to trace and compile loss and gradient for this machine at depths 12 and 96, taking turns; medians.
+    """Median seconds to trace and compile loss and gradient for this machine; the depths 12 and 96 alternate.
 
-    Programs kept from earlier runs must be out of reach: the caller turns JAX's compilation cache off.
+    The caller must disable JAX's compilation cache.
     """
     reference = {}
     for subject in [preln(), *subjects(modes, forms, key_dims)]:
@@ -199,7 +172,7 @@ def compile_rows(
 
 
 def write_rows(key_dims: Sequence[int], repetitions: int) -> Iterator[Row]:
-    """Seconds of the mixer's write for 1024 tokens, width 256 and 8 groups, and of a copy of its state; medians."""
+    """Median seconds of one write for 1024 tokens, width 256 and 8 groups, and of a copy of the memory's state."""
     groups, tokens = 8, CPU_SIZE.tokens
     value_dim, form = CPU_SIZE.width // groups, Recurrent(Write.RLS)
     rng = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.nn import count_parameters, init_params
-from ldm_jax.roofline.compile import compile_gradient, costs, temporary_bytes
+from ldm_jax.roofline.compile import compile_gradient, cost_analysis, temporary_bytes
 from ldm_jax.train.step import make_state, make_train_step
 
 ROUNDS = 10
@@ -79,7 +79,7 @@ def _compiled_costs(config: Config) -> dict[str, Any]:
     tokens = config.train.batch_size * config.data.context
     # The compiler counts a loop's body once, so blocks and loss are unrolled. mHC's Sinkhorn iterations stay a loop.
     model = dataclasses.replace(config.model, scan=False, loss_chunk=tokens)
-    flops = costs(compile_gradient(dataclasses.replace(config, model=model), None))["flops"]
+    flops = cost_analysis(compile_gradient(dataclasses.replace(config, model=model), None))["flops"]
     return {
         "config_hash": config_hash(config),
         "parameters": sum(counts.values()),

@@ -1,4 +1,4 @@
-"""What a trained depth mixer does: who is read by whom, what is forgotten, how exact the memory is."""
+"""What a trained depth mixer does: which outputs each read uses, what is forgotten, how exact the memory is."""
 
 import dataclasses
 import json
@@ -16,6 +16,7 @@ from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
+from ldm_jax.infer.memory_figures import log10_condition, read_figures, write_figures
 from ldm_jax.memory import Observation
 from ldm_jax.mixers import Form, MixerConfig, MixerKind, MixerState, Write
 from ldm_jax.mixers.ldm import LDMEnds
@@ -27,33 +28,31 @@ from ldm_jax.nn.block import Sublayer
 from ldm_jax.typing import Tokens
 
 Figures = dict[str, np.ndarray]
-"""By name, means over tokens. Readers: every sublayer and the end; sources: the embedding and every sublayer.
+"""Means over tokens, by name. Readers: every sublayer and the end; sources: the embedding and every sublayer.
 
-    contribution [readers, sources, G]            weight of a source in a read, gate and gain included; signed
-    absolute_contribution [readers, sources, G]   the same without its sign
+    contribution [readers, sources, G]            weight of a source in a read, times gate and gain; signed
+    absolute_contribution [readers, sources, G]   mean of its absolute value
     gate [readers, G]; gain [readers, G]          of a read
-    importance [sources, G]
-    forgetting [sources, G]                       of a write; that of the embedding is 1
-    log10_condition [readers, G]                  of P when it is read; mean of the logarithm
-    residual [sources, G]                         |v - M k| / |v| in the final memory; root of the mean square
-    stream_rms [readers]                          of the stream that is read with
+    importance [sources, G]                       of a write
+    forgetting [sources, G]                       of a write; 1 for the embedding
+    log10_condition [readers, G]                  of P at the read; mean of the logarithm
+    residual [sources, G]                         |v - M k| / |v| in the final memory; root mean square
+    stream_rms [readers]                          of the stream that forms the query; root mean square
 
-For AttnRes only contribution and absolute_contribution, with G = 1; in blocks the sources are the embedding, the sums
-of blocks and the partial sum.
+AttnRes has only contribution and absolute_contribution, with G = 1. The sources of block AttnRes are the embedding, the
+sums of finished blocks, and the partial sum of the current block.
 """
 
-
-SQUARED = ("residual", "stream_rms")
-"""Of these the square is averaged over tokens, and the root taken last."""
+_SQUARED = ("residual", "stream_rms")  # squares are averaged over tokens; the root is taken last
 
 
 def reader_names(config: Config) -> list[str]:
-    """The sublayers, and the end."""
+    """The sublayers and the end."""
     return [f"{name} {block + 1}" for block in range(config.model.depth) for name in ("attention", "MLP")] + ["end"]
 
 
 def source_names(config: Config) -> list[str]:
-    """The embedding, then the sublayers, or the blocks of AttnRes and the partial sum."""
+    """The embedding, then the sublayers, or for block AttnRes the blocks and the partial sum."""
     if config.mixer.kind is MixerKind.ATTNRES_BLOCK:
         blocks = -(-config.model.sublayers // config.mixer.attnres_block.block_size)
         return ["embedding", *(f"block {index + 1}" for index in range(blocks)), "partial sum"]
@@ -62,20 +61,27 @@ def source_names(config: Config) -> list[str]:
 
 
 def inspect(config: Config, params: Params, windows: Batch, batch_size: int) -> Figures:
-    """The figures of a trained model over the tokens of windows.
+    """The figures of a model, means over the tokens of the windows, computed `batch_size` windows at a time.
 
     Raises:
-        UserError: a mixer that has no weights.
+        UserError: the mixer's reads are not weighted sums of earlier outputs.
     """
     mixer = _unrolled_mixer(config.mixer)
     graph = model_graph(dataclasses.replace(config.model, scan=False), mixer)
-    figures = jax.jit(lambda params, windows: _figures(nnx.merge(graph, params), *windows))
+    on_device = jax.jit(lambda params, windows: _figures(nnx.merge(graph, params), *windows))
+
+    def figures(windows: Batch) -> dict[str, np.ndarray]:
+        found = dict(jax.device_get(on_device(params, jax.tree.map(jnp.asarray, windows))))
+        if "inverse_covariance" in found:
+            found["log10_condition"] = log10_condition(found.pop("inverse_covariance"), config.mixer.ldm.write)
+        return found
+
     starts = range(0, len(windows.tokens), batch_size)
     batches = [jax.tree.map(lambda x, start=start: x[start : start + batch_size, :-1], windows) for start in starts]
-    parts = [figures(params, jax.tree.map(jnp.asarray, batch)) for batch in batches]
+    parts = [figures(batch) for batch in batches]
     sizes = [len(batch.tokens) for batch in batches]
-    means = {name: np.average([np.asarray(part[name]) for part in parts], axis=0, weights=sizes) for name in parts[0]}
-    return {name: np.sqrt(values) if name in SQUARED else values for name, values in means.items()}
+    means = {name: np.average([part[name] for part in parts], axis=0, weights=sizes) for name in parts[0]}
+    return {name: np.sqrt(values) if name in _SQUARED else values for name, values in means.items()}
 
 
 def _unrolled_mixer(config: MixerConfig) -> MixerConfig:
@@ -85,8 +91,8 @@ def _unrolled_mixer(config: MixerConfig) -> MixerConfig:
         return config
     what = f"the write {config.ldm.write}" if config.kind is MixerKind.LDM else f"the mixer {config.kind}"
     raise UserError(
-        f"{what} has no weights of earlier layers to show: give a run of ldm (write rls, sqrt_rls or additive), of "
-        "attnres or of attnres_block."
+        f"{what} has no weights of earlier layers: give a run of ldm (write rls, sqrt_rls or additive), attnres or "
+        "attnres_block."
     )
 
 
@@ -106,7 +112,7 @@ def _figures(model: Transformer, tokens: Tokens, segments: Int[Array, "B T"] | N
 
 
 def _sublayers(model: Transformer, documents: Documents | None) -> Iterator[tuple[Sublayer, tuple[Any, ...]]]:
-    """Each with what its function is given beside the stream."""
+    """Each sublayer, with the further inputs of its function."""
     for index in range(model.config.depth):
         block = jax.tree.map(lambda leaf, index=index: leaf[index], model.blocks)
         yield block.attention, (documents,)
@@ -114,7 +120,7 @@ def _sublayers(model: Transformer, documents: Documents | None) -> Iterator[tupl
 
 
 def _stacked(rows: Sequence[Array]) -> Array:
-    """One array; rows of fewer sources than the last are filled up with zeros."""
+    """Stacks the rows; rows with fewer sources than the last are padded with zeros."""
     longest = rows[-1].shape
     if rows[0].shape == longest:
         return jnp.stack(rows)
@@ -122,7 +128,7 @@ def _stacked(rows: Sequence[Array]) -> Array:
 
 
 def _reading(mixer: Any, state: MixerState) -> dict[str, Array]:
-    """The figures of one read, by a sublayer's mixer or by the ends."""
+    """Of one read, by a sublayer's mixer or by the ends."""
     if not isinstance(state.memory, DualState):
         weights = _over_tokens(mixer.weights(state), axis=1)[:, None]
         return {"contribution": weights, "absolute_contribution": weights}
@@ -130,17 +136,11 @@ def _reading(mixer: Any, state: MixerState) -> dict[str, Array]:
     query, scale = reader.ask(state.stream)
     form = Dual(reader.config.write)
     weights = scale * jnp.asarray(form.weights(state.memory, query))
-    condition = jnp.linalg.cond(state.memory.covariance.inverse_covariance)
-    if reader.config.write is Write.SQRT_RLS:
-        condition = condition**2  # of P = S S'
-    stream = state.stream.astype(jnp.float32)
-    return {
+    return read_figures(reader, state.stream) | {
         "contribution": _over_tokens(weights, axis=1),
         "absolute_contribution": _over_tokens(jnp.abs(weights), axis=1),
-        "gate": _over_tokens(reader.gates(state.stream), axis=0),
-        "gain": reader.gain[...],
-        "log10_condition": _over_tokens(jnp.log10(condition), axis=0),
-        "stream_rms": jnp.mean(stream**2),
+        "inverse_covariance": state.memory.covariance.inverse_covariance,
+        "stream_rms": jnp.mean(state.stream.astype(jnp.float32) ** 2),
     }
 
 
@@ -149,7 +149,7 @@ def _over_tokens(x: Array, axis: int) -> Array:
 
 
 def _of_observations(write: Write, width: int, memory: DualState) -> dict[str, Array]:
-    """Of everything written: importance, forgetting, and what is left of the error in the final memory, squared."""
+    """Of every write: importance, forgetting, and the squared residual in the final memory."""
     form, entries = Dual(write), memory.observations.entries
     value_dim = width // entries[0].importance.shape[-1]
 
@@ -158,22 +158,19 @@ def _of_observations(write: Write, width: int, memory: DualState) -> dict[str, A
         energy = jnp.sum(entry.value.astype(jnp.float32) ** 2, axis=-1)
         return _over_tokens(jnp.sum(error**2, axis=-1) / energy, axis=0)
 
-    return {
-        "importance": jnp.stack([_over_tokens(entry.importance, axis=0) for entry in entries]),
-        "forgetting": jnp.stack([entry.forgetting for entry in entries]),
-        "residual": jnp.stack([residual(entry) for entry in entries]),
-    }
+    rows = [write_figures(entry.forgetting, entry.importance) | {"residual": residual(entry)} for entry in entries]
+    return jax.tree.map(lambda *figure: jnp.stack(figure), *rows)
 
 
-def write_figures(config: Config, figures: Figures, folder: Path) -> Path:
+def save_figures(config: Config, figures: Figures, directory: Path) -> Path:
     """Writes `inspection.json`: the names of readers and sources, and the figures as nested lists; returns its path.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the directory cannot be written.
     """
-    file = folder / "inspection.json"
+    file = directory / "inspection.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         names = {"readers": reader_names(config), "sources": source_names(config)}
         write_atomically(file, json.dumps(names | {name: x.tolist() for name, x in figures.items()}) + "\n")
     except OSError as error:

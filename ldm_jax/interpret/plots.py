@@ -1,40 +1,37 @@
-"""Pictures of what a depth mixer does. Readable in black and white."""
+"""Pictures of what a depth mixer does, legible in black and white."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from ldm_jax.config import Config
-from ldm_jax.errors import UserError
 from ldm_jax.interpret.figures import Figures, reader_names, source_names
-from ldm_jax.plots import LINES
+from ldm_jax.plots import MEMORY_LABELS, line_style, save_picture
 
 
 class Names(NamedTuple):
-    """Of what is drawn."""
+    """Names of the rows and columns of the heat maps."""
 
     readers: list[str]
     sources: list[str]
 
 
-def plot_inspection(config: Config, figures: Figures, folder: Path, title: str) -> list[Path]:
-    """Writes `contributions.png` and, of a depth memory, `contributions_by_group.png` and `memory.png`.
+def plot_inspection(config: Config, figures: Figures, directory: Path, title: str) -> list[Path]:
+    """Writes `contributions.png` and, for a depth memory, `contributions_by_group.png` and `memory.png`.
 
     Raises:
         UserError: a picture cannot be written.
     """
-    matplotlib.use("agg")
     names = Names(reader_names(config), source_names(config))
-    drawn = [_save(_contributions(names, figures, title), folder / "contributions.png")]
+    drawn = [save_picture(_contributions(names, figures, title), directory / "contributions.png")]
     if "residual" in figures:
-        drawn.append(_save(_by_group(names, figures, title), folder / "contributions_by_group.png"))
-        drawn.append(_save(_memory(names, figures, title), folder / "memory.png"))
+        drawn.append(save_picture(_by_group(names, figures, title), directory / "contributions_by_group.png"))
+        drawn.append(save_picture(_memory(names, figures, title), directory / "memory.png"))
     return drawn
 
 
@@ -67,7 +64,9 @@ def _by_group(names: Names, figures: Figures, title: str) -> Figure:
 
 def _heat_map(axes: Axes, names: Names, weights: np.ndarray, title: str, size: int = 7) -> None:
     sizes = np.abs(weights)
-    image = axes.imshow(sizes, cmap="Greys", norm=PowerNorm(0.5, 0, sizes.max()))  # shows small ones among large ones
+    image = axes.imshow(
+        sizes, cmap="Greys", norm=PowerNorm(0.5, 0, sizes.max())
+    )  # the root makes small weights visible
     for reader, source in np.argwhere(weights < 0):
         shade = "white" if sizes[reader, source] > sizes.max() / 4 else "black"
         axes.text(source, reader, "-", ha="center", va="center", color=shade, fontsize=size + 4)
@@ -81,41 +80,30 @@ def _heat_map(axes: Axes, names: Names, weights: np.ndarray, title: str, size: i
     )
 
 
-READ = {"gain": "read gain", "gate": "read gate, mean over tokens", "log10_condition": "log10 of P's condition number"}
-WRITTEN = {
-    "importance": "importance of a write, mean over tokens",
-    "forgetting": "forgetting of a write",
+_LABELS = MEMORY_LABELS | {
     "residual": "|v - M k| / |v| in the final memory, root mean square",
+    "stream_rms": "root mean square of the stream",
 }
 
 
 def _memory(names: Names, figures: Figures, title: str) -> Figure:
     figure = Figure(figsize=(20, 8.5), layout="constrained")
     above, below = figure.subplots(2, 4)
-    for axes, (name, label) in zip(above, READ.items(), strict=False):
-        _by_depth(axes, figures[name], names.readers, label, "read by")
-    for axes, (name, label) in zip(below, WRITTEN.items(), strict=False):
-        _by_depth(axes, figures[name], names.sources, label, "written by")
-    _by_depth(above[3], figures["stream_rms"][:, None], names.readers, "root mean square of the stream", "read by")
+    by_group = figures | {"stream_rms": figures["stream_rms"][:, None]}
+    for axes, name in zip(above, ("gain", "gate", "log10_condition", "stream_rms"), strict=True):
+        _by_depth(axes, by_group[name], names.readers, _LABELS[name], "read by")
+    for axes, name in zip(below, ("importance", "forgetting", "residual"), strict=False):
+        _by_depth(axes, by_group[name], names.sources, _LABELS[name], "written by")
     below[3].set_axis_off()
     below[3].legend(*above[0].get_legend_handles_labels(), loc="upper left")
-    figure.suptitle(f"The depth memory by depth\n{title}")
+    figure.suptitle(f"The depth memory by depth, means over tokens\n{title}")
     return figure
 
 
-def _by_depth(axes: Axes, values: np.ndarray, places: Sequence[str], label: str, who: str) -> None:
+def _by_depth(axes: Axes, values: np.ndarray, names: Sequence[str], title: str, xlabel: str) -> None:
     for group, line in enumerate(values.T):
-        style = LINES[group % len(LINES)] + "os^vDPX*"[group % 8]
-        axes.plot(line, style, markersize=4, label=f"group {group}")
-    axes.set_xticks(range(len(places)), places, rotation=90, fontsize=7)
-    axes.set_xlabel(who)
-    axes.set_title(label, fontsize=10)
+        axes.plot(line, line_style(group, markers=True), markersize=4, label=f"group {group}")
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-
-
-def _save(figure: Figure, file: Path) -> Path:
-    try:
-        figure.savefig(file, dpi=110)
-    except OSError as error:
-        raise UserError(f"the picture {file} cannot be written: {error}.") from error
-    return file

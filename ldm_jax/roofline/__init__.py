@@ -1,1 +1,1 @@
-"""What a step would cost on accelerators that are absent: compiled memory, HBM bytes, flops, collectives, bounds."""
+"""What would a step cost on accelerators that are absent? Memory, matmuls, HBM bytes, collectives, time bounds."""

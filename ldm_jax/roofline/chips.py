@@ -1,4 +1,4 @@
-"""What the makers of TPUs publish of a chip."""
+"""Published rates of TPU chips."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,22 @@ from ldm_jax.train.utilisation import PEAK_FLOPS
 
 
 class ChipRates(NamedTuple):
-    """Of one chip."""
+    """Of one chip; rates are per second."""
 
     flops: float
-    """Products in bfloat16, a second."""
+    """Peak of bfloat16 matmuls."""
     hbm_capacity: float
-    """Of the main memory, bytes."""
+    """Bytes."""
     hbm_rate: float
-    """Bytes a second from and to it."""
-    link_rate: float
-    """Bytes a second that it sends over all its links to other chips of the slice together."""
-    outer_rate: float | None
-    """The same to other slices, over its share of the host's network; None where it is not published."""
+    """Bytes read or written."""
+    ici_rate: float
+    """Bytes sent over all links to other chips of the slice (the inter-chip interconnect) together."""
+    dcn_rate: float | None
+    """Bytes sent to other slices: a chip's share of its host's data-center network. None: not published."""
 
 
-# https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e; of v4's links Jouppi et al., arXiv 2304.01433. Published rates
-# of links count both directions: half of that is sent.
+# https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e; v4's links: Jouppi et al., arXiv 2304.01433. Published link
+# rates count both directions; half of them is the rate of sending.
 _RATES = {
     "TPU v4": (32 * 2**30, 1200e9, 300e9, None),
     "TPU v5 lite": (16 * 2**30, 819e9, 200e9, 3.125e9),
@@ -32,7 +32,7 @@ _RATES = {
 
 
 def chip_rates(kind: str) -> ChipRates:
-    """The rates of a chip by JAX's name for its kind, such as "TPU v5 lite". Raises UserError for others."""
+    """The rates of a chip by JAX's `device_kind`, such as "TPU v5 lite". Raises UserError for an unknown kind."""
     if kind not in _RATES:
-        raise UserError(f"the rates of {kind} are not known: known are {', '.join(_RATES)}.")
+        raise UserError(f'the rates of the chip "{kind}" are unknown; the known chips are {", ".join(_RATES)}.')
     return ChipRates(PEAK_FLOPS[kind], *_RATES[kind])

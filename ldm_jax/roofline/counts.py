@@ -1,6 +1,6 @@
-"""What one device does in a run of a program: flops of products, traffic with the main memory, bytes over the network.
+"""Counts in the HLO of a program, for one device and one run: flops of matmuls, HBM bytes, and collectives.
 
-Unlike the compiler's own count, the body of a loop counts as often as the loop turns.
+Unlike in the compiler's own counts, the body of a loop counts once per iteration.
 """
 
 import math
@@ -8,53 +8,56 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from ldm_jax.roofline.hlo import Instruction, Program
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
-_IN_PLACE = {
+_MOVE_NOTHING = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call", "after-all",
     "partition-id", "opt-barrier",
 }  # fmt: skip
-_MARKS = ("Sharding", "ConcatBitcast", "AssumeGatherIndicesInBound", "SPMDFullToShardShape", "SPMDShardToFullShape")
+_ANNOTATIONS = (
+    "Sharding", "ConcatBitcast", "AssumeGatherIndicesInBound", "SPMDFullToShardShape", "SPMDShardToFullShape",
+)  # fmt: skip
+"""Custom calls that move nothing."""
 
 
 class Collective(NamedTuple):
-    """One operation among devices."""
+    """One collective operation."""
 
     kind: str
     group: int
-    """Devices that take part together."""
+    """Devices in each group that communicates."""
     spans_slices: bool
-    """Some of a group are in another slice of the pod than others."""
+    """Whether a group has devices in several slices."""
     bytes: float
-    """Of the whole array: the gathered one, the one to reduce."""
+    """Size of the whole array: after a gather, before a reduction."""
     times: int
-    where: str
-    """The operation of the model that it is a part of."""
 
     @property
     def sent(self) -> float:
-        """Bytes that a device has to send, at least, in all its runs."""
+        """The fewest bytes that a device can send for it, over all its runs."""
         part = (self.group - 1) / self.group
         of_whole = {"all-reduce": 2 * part, "collective-permute": 1.0}.get(self.kind, part)
         return self.times * self.bytes * of_whole
 
 
-def collectives(partitioned: Program, devices_of_slice: int, compiled: Program | None = None) -> Iterator[Collective]:
-    """Those of a program as the partitioner leaves it; groups of one device are left out.
+def collectives(partitioned: Program, devices_per_slice: int, compiled: Program | None = None) -> Iterator[Collective]:
+    """The collectives of a partitioned program whose groups have more than one device.
 
-    An all-reduce of which every device then keeps its part alone counts as a reduce-scatter: the TPU's compiler makes
-    nearly all of them one.
+    An all-reduce of which each device then uses only a slice counts as a reduce-scatter: the TPU compiler turns nearly
+    all of them into one.
 
     Args:
-        partitioned: the program.
-        devices_of_slice: the devices of a program are numbered slice by slice.
-        compiled: the same, compiled: arrays that it sends in a narrower type than they had count in that.
+        partitioned: the program as the partitioner leaves it.
+        devices_per_slice: devices are numbered slice by slice.
+        compiled: the compiled program; an array that it gathers in a narrower type counts in that type.
     """
-    sent_as = {} if compiled is None else _types_by_channel(compiled)
+    compiled_types = {} if compiled is None else _types_by_channel(compiled)
     for computation, times in partitioned.executions():
         users: dict[str, set[str]] = {}
         for instruction in computation.values():
@@ -64,26 +67,25 @@ def collectives(partitioned: Program, devices_of_slice: int, compiled: Program |
             kind = instruction.opcode.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
-            first, size = _group(instruction, devices_of_slice)
-            if size == 1:
+            group = _a_group(instruction, devices_per_slice)
+            if len(group) == 1:
                 continue
-            # What starts an operation returns the operand, too.
-            in_bytes = [shape.bytes for shape in instruction.shapes]
-            whole = max(in_bytes) if instruction.opcode.endswith("-start") else math.fsum(in_bytes)
-            narrower = sent_as.get(instruction.attribute(r"channel_id=(\d+)") or "")
+            sizes = [shape.bytes for shape in instruction.shapes]
+            # The result of a start operation includes the operand.
+            whole = max(sizes) if instruction.opcode.endswith("-start") else math.fsum(sizes)
+            narrower = compiled_types.get(instruction.attribute(r"channel_id=(\d+)") or "")
             if kind == "all-gather" and narrower is not None and len(instruction.shapes) == 1:
                 whole = min(whole, instruction.shapes[0]._replace(dtype=narrower).bytes)
             if kind == "reduce-scatter":
-                whole *= size
+                whole *= len(group)
             if kind == "all-reduce" and users.get(name) == {"dynamic-slice"}:
                 kind = "reduce-scatter"
-            spans = len({device // devices_of_slice for device in first}) > 1
-            where = instruction.attribute(r'op_name="([^"]*)"') or ""
-            yield Collective(kind, size, spans, whole, times, where)
+            spans_slices = len({device // devices_per_slice for device in group}) > 1
+            yield Collective(kind, len(group), spans_slices, whole, times)
 
 
 def _types_by_channel(compiled: Program) -> dict[str, str]:
-    """The type of what is sent, by the number that an operation has in every stage of the compilation."""
+    """The type of each collective's array by channel, a number that stays the same in all stages of compilation."""
     return {
         channel: instruction.shapes[0].dtype
         for computation in compiled.computations.values()
@@ -93,52 +95,41 @@ def _types_by_channel(compiled: Program) -> dict[str, str]:
     }
 
 
-def _group(instruction: Instruction, devices_of_slice: int) -> tuple[tuple[int, ...], int]:
-    """The first group that takes part (of pairs one between slices, if there is any), and how many are in a group."""
-    pairs = re.search(r"source_target_pairs=\{([^=]*?)\}\}", instruction.attributes)
-    if pairs is not None:
-        moved = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1]) if a != b]
-        crossing = (pair for pair in moved if pair[0] // devices_of_slice != pair[1] // devices_of_slice)
-        return next(crossing, (0, 0)), 2 if moved else 1
-    listed = instruction.attribute(r"replica_groups=\{\{([\d,]+)\}")
-    if listed is not None:
-        group = tuple(int(device) for device in listed.split(","))
-        return group, len(group)
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
+def _a_group(instruction: Instruction, devices_per_slice: int) -> list[int]:
+    """The devices of one group; of pairs of source and target, one between slices if there is any."""
+    attributes = instruction.attributes
+    if (pairs := re.search(r"source_target_pairs=\{([^=]*?)\}\}", attributes)) is not None:
+        moves = [[int(a), int(b)] for a, b in re.findall(r"(\d+),(\d+)", pairs[1]) if a != b]
+        crossing = [move for move in moves if move[0] // devices_per_slice != move[1] // devices_per_slice]
+        return (crossing or moves or [[0]])[0]
+    if (listed := instruction.attribute(r"replica_groups=\{\{([\d,]+)\}")) is not None:
+        return _numbers(listed)
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota is not None:
-        devices = _arranged(iota[3], iota[4])
-        return tuple(devices[: int(iota[2])]), int(iota[2])
+        return _transposed_iota(iota[2], iota[3])[: int(iota[1])].tolist()
     mesh = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
-        instruction.attributes,
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", attributes
     )
     if mesh is None:
-        raise ValueError(f"the devices of {instruction.name} are not understood: {instruction.attributes[:200]}")
+        raise ValueError(f"the groups of devices of {instruction.name} cannot be parsed: {attributes[:200]}")
     axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    devices = _arranged(mesh[2], mesh[3]) if mesh[2] else list(range(math.prod(axes.values())))
-    strides, stride = {}, 1
-    for name in reversed(axes):
-        strides[name] = stride
-        stride *= axes[name]
-    group = [0]
-    for name in re.findall(r"\w+", mesh[4]):
-        group = [place + step * strides[name] for place in group for step in range(axes[name])]
-    return tuple(devices[place] for place in group), len(group)
+    devices = _transposed_iota(mesh[2] or str(math.prod(axes.values())), mesh[3]).reshape(*axes.values())
+    group_axes = re.findall(r"\w+", mesh[4])
+    return devices[tuple(slice(None) if name in group_axes else 0 for name in axes)].ravel().tolist()
 
 
-def _arranged(sizes: str, order: str | None) -> list[int]:
-    """The devices 0, 1, .. in an array of these sizes, transposed and flattened."""
-    shape = [int(size) for size in sizes.split(",")]
-    axes = list(range(len(shape))) if order is None else [int(axis) for axis in order.split(",")]
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    devices = [0]
-    for axis in axes:
-        devices = [device + step * strides[axis] for device in devices for step in range(shape[axis])]
-    return devices
+def _transposed_iota(sizes: str, order: str | None) -> np.ndarray:
+    """0, 1, .. in an array of these sizes, transposed, flattened."""
+    devices = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+    return (devices if order is None else devices.transpose(_numbers(order))).ravel()
 
 
-def product_flops(partitioned: Program) -> float:
-    """Flops of all matrix products, those of attention's kernels included; two for a multiplication and an addition."""
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def matmul_flops(partitioned: Program) -> float:
+    """Flops of all matmuls, Splash attention's included; a multiplication and an addition are two."""
     total = 0.0
     for computation, times in partitioned.executions():
         for instruction in computation.values():
@@ -151,46 +142,47 @@ def product_flops(partitioned: Program) -> float:
 
 def _dot_flops(dot: Instruction, computation: dict[str, Instruction]) -> float:
     left = computation[dot.operands[0]].shapes[0].sizes
-    summed = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    contracted = math.prod(left[int(axis)] for axis in summed.split(",") if axis)
-    return 2.0 * math.prod(dot.shapes[0].sizes) * contracted
+    contracting = _numbers(dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")
+    return 2.0 * math.prod(dot.shapes[0].sizes) * math.prod(left[axis] for axis in contracting)
 
 
 def _kernel_flops(kernel: Instruction, computation: dict[str, Instruction]) -> float:
-    """Of Splash attention: two products forward, five backward, half of each behind the causal mask."""
+    """Of Splash attention: two matmuls forward, five backward, of which the causal mask leaves half. Of others: 0."""
     if "splash_mha" not in kernel.attributes:
         return 0.0
     shapes = [computation[operand].shapes[0].sizes for operand in kernel.operands]
     query, key = [sizes for sizes in shapes if len(sizes) == 4][:2]
-    products = 2 if "splash_mha_fwd" in kernel.attributes else 5
-    return products * 2.0 * math.prod(query) * key[2] / 2
+    matmuls = 2 if "splash_mha_fwd" in kernel.attributes else 5
+    return matmuls * 2.0 * math.prod(query) * key[2] / 2
 
 
 def hbm_bytes(compiled: Program) -> float:
-    """Bytes that a compiled program moves from and to the main memory (HBM).
+    """Bytes that a compiled program reads from and writes to HBM.
 
-    Operands and results of every instruction, as far as they are not in memory on the chip; of an array that a fusion
-    only takes slices from, or puts a slice into, the slices.
+    Operands and results of every instruction that are not in on-chip memory. If a fusion only slices an operand, or
+    only updates a slice of it, the slice counts.
     """
     return math.fsum(
-        times * _moved(instruction, computation, compiled)
+        times * _instruction_bytes(instruction, computation, compiled)
         for computation, times in compiled.executions()
         for instruction in computation.values()
     )
 
 
-def _moved(instruction: Instruction, computation: dict[str, Instruction], program: Program) -> float:
+def _instruction_bytes(instruction: Instruction, computation: dict[str, Instruction], program: Program) -> float:
     opcode = instruction.opcode
-    if opcode in _IN_PLACE or opcode.endswith("-done"):
+    if opcode in _MOVE_NOTHING or opcode.endswith("-done"):
         return 0.0
-    if opcode == "custom-call" and any(f'custom_call_target="{mark}"' in instruction.attributes for mark in _MARKS):
+    if opcode == "custom-call" and any(
+        f'custom_call_target="{name}"' in instruction.attributes for name in _ANNOTATIONS
+    ):
         return 0.0
     results = math.fsum(shape.bytes for shape in instruction.shapes if shape.in_hbm)
-    if opcode == "copy-start":  # from one memory to the other: the result names both
+    if opcode == "copy-start":  # between HBM and on-chip memory; the result holds target and source
         return math.fsum(shape.bytes for shape in instruction.shapes[:2] if shape.in_hbm)
-    if opcode.removesuffix("-start") in COLLECTIVES and opcode.endswith("-start"):  # the result names the operand, too
-        return math.fsum(shape.bytes for shape in instruction.shapes if shape.in_hbm)
-    if opcode.endswith("-start"):  # of a slice: the result names the operand, and the slice last
+    if opcode.removesuffix("-start") in COLLECTIVES and opcode.endswith("-start"):  # the result includes the operand
+        return results
+    if opcode.endswith("-start"):  # of slicing: the result includes the operand and the smaller slice
         return min((shape.bytes for shape in instruction.shapes if len(shape.sizes) > 0), default=0.0)
     operands = [computation[name] for name in instruction.operands if name in computation]
     if opcode in ("dynamic-slice", "slice", "gather"):
@@ -199,11 +191,11 @@ def _moved(instruction: Instruction, computation: dict[str, Instruction], progra
     if opcode == "dynamic-update-slice":
         return 2 * math.fsum(shape.bytes for shape in operands[1].shapes)
     if opcode == "fusion":
-        return _fusion_moved(instruction, operands, program)
+        return _fusion_bytes(instruction, operands, program)
     return results + math.fsum(shape.bytes for operand in operands for shape in operand.shapes if shape.in_hbm)
 
 
-def _fusion_moved(fusion: Instruction, operands: list[Instruction], program: Program) -> float:
+def _fusion_bytes(fusion: Instruction, operands: list[Instruction], program: Program) -> float:
     inside = program.computations[fusion.called("calls")]
     users: dict[str, list[Instruction]] = {}
     for instruction in inside.values():
@@ -227,7 +219,7 @@ def _fusion_moved(fusion: Instruction, operands: list[Instruction], program: Pro
         elif uses and all(use.opcode == "dynamic-update-slice" and use.operands[0] != use.operands[1] for use in uses):
             whole = 0.0 if all(use.operands[0] == parameters[place] for use in uses) else whole
         if place in aliased_operands and collective:
-            whole = 0.0  # handed on from one part of an operation among devices to the next
+            whole = 0.0  # passed between the parts of one collective
         total += whole
     updates = [instruction for instruction in inside.values() if instruction.opcode == "dynamic-update-slice"]
     for place, shape in enumerate(fusion.shapes):

@@ -1,31 +1,30 @@
-"""A compiled program as text (HLO), read: its computations, and how often each runs."""
+"""Parse the HLO text of a program: its computations, their instructions, and how often each runs."""
 
 import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-BITS = {"pred": 8, "token": 0, "opaque": 0}
-"""Of types whose name does not say so."""
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # of types without a width in their name
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _NAMED = re.compile(r"%([\w.$-]+)")
 
 
 class ArrayShape(NamedTuple):
-    """Of an array in a program."""
+    """Type, sizes and memory of an array."""
 
     dtype: str
     sizes: tuple[int, ...]
     in_hbm: bool
-    """In the main memory; else in a memory on the chip."""
+    """Whether it is in HBM and not in on-chip memory."""
 
     @property
     def bytes(self) -> float:
-        """Without padding. Raises ValueError for a type that is not known."""
+        """Without padding. Raises ValueError for an unknown type."""
         named = re.match(r"(?:bf|f|s|u|c)(\d+)", self.dtype)
-        if self.dtype not in BITS and named is None:
-            raise ValueError(f"the type {self.dtype} is not known.")
-        return math.prod(self.sizes) * (BITS[self.dtype] if named is None else int(named[1])) / 8
+        if self.dtype not in _BITS and named is None:
+            raise ValueError(f"the type {self.dtype} is unknown.")
+        return math.prod(self.sizes) * (_BITS[self.dtype] if named is None else int(named[1])) / 8
 
 
 class Instruction(NamedTuple):
@@ -33,18 +32,18 @@ class Instruction(NamedTuple):
 
     name: str
     shapes: tuple[ArrayShape, ...]
-    """Of the result; of a tuple all its arrays."""
+    """Of the result; all arrays of a tuple."""
     opcode: str
     operands: tuple[str, ...]
     attributes: str
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the attributes."""
+        """The first group of a regular expression in the attributes."""
         found = re.search(pattern, self.attributes)
         return None if found is None else found[1]
 
     def called(self, role: str) -> str:
-        """The computation that an attribute names."""
+        """The name of the computation in an attribute such as `body`."""
         name = self.attribute(rf"\b{role}=%([\w.$-]+)")
         if name is None:
             raise ValueError(f"{self.opcode} {self.name} has no {role}: {self.attributes[:200]}")
@@ -52,15 +51,15 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Computations by name; each is its instructions by name, in order."""
+    """Computations by name; a computation holds its instructions by name, in order."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
 
     def executions(self) -> Iterator[tuple[dict[str, Instruction], int]]:
-        """Every computation that runs by itself, and how many times; the loops of `jax.lax.scan` as often as they turn.
+        """Every computation that control flow runs, and how many times: the body of a `scan` once per iteration.
 
-        Of a conditional, every branch counts as run.
+        Every branch of a conditional counts.
         """
         yield from self._inside(self.entry, 1)
 
@@ -70,8 +69,8 @@ class Program(NamedTuple):
         for instruction in computation.values():
             match instruction.opcode:
                 case "while":
-                    turns = self._turns(instruction.called("condition"))
-                    yield from self._inside(instruction.called("body"), times * turns)
+                    iterations = self._iterations(instruction.called("condition"))
+                    yield from self._inside(instruction.called("body"), times * iterations)
                 case "call":
                     yield from self._inside(instruction.called("to_apply"), times)
                 case "conditional":
@@ -81,8 +80,8 @@ class Program(NamedTuple):
                     for branch in _NAMED.findall(branches):
                         yield from self._inside(branch, times)
 
-    def _turns(self, condition: str) -> int:
-        """Of a loop whose condition is `counter < constant`, from 0, as JAX makes of a scan; 1 without a constant."""
+    def _iterations(self, condition: str) -> int:
+        """Of a loop from 0 whose condition is `counter < constant`, as of `jax.lax.scan`; 1 without a constant."""
         constants = [
             int(found)
             for instruction in self.computations[condition].values()
@@ -92,7 +91,7 @@ class Program(NamedTuple):
 
 
 def parse_program(text: str) -> Program:
-    """The program that a text of HLO describes."""
+    """Parses HLO text in the long form, whose names start with %."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", {}
     for line in _logical_lines(text):
@@ -110,32 +109,32 @@ def parse_program(text: str) -> Program:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """The lines; an attribute that goes over several is joined to its instruction's."""
-    held = ""
+    """The lines; an instruction whose attributes span several lines becomes one."""
+    pending = ""
     for line in text.splitlines():
         if line == "}" or line.startswith(("  %", "  ROOT", "%", "ENTRY")):
-            yield held
-            held = line
+            yield pending
+            pending = line
         else:
-            held += line
-    yield held
+            pending += line
+    yield pending
 
 
 def _instruction(line: str) -> Instruction | None:
     name, equals, rest = line.partition(" = ")
     if not equals or not name.startswith("%"):
         return None
-    shape, rest = _split(rest) if rest.startswith("(") else rest.split(" ", 1)
+    shape, rest = _split_parenthesis(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, _, rest = rest.strip().partition("(")
-    inside, attributes = _split("(" + rest)
+    inside, attributes = _split_parenthesis("(" + rest)
     operands = tuple(_NAMED.findall(inside))
-    if opcode in ("constant", "parameter"):  # whose brackets hold a number
+    if opcode in ("constant", "parameter"):  # a number in parentheses, which is kept
         attributes = inside[1:-1]
     return Instruction(name[1:], _shapes(shape), opcode, operands, attributes.lstrip(", "))
 
 
-def _split(text: str) -> tuple[str, str]:
-    """A text that begins with a bracket: up to the one that closes it, and what follows."""
+def _split_parenthesis(text: str) -> tuple[str, str]:
+    """Splits a text that starts with a parenthesis after the matching one."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

@@ -1,4 +1,4 @@
-"""What a depth mixer does: figures with the right shapes and values, and pictures of them."""
+"""Figures of trained depth mixers: shapes and values, and pictures of them."""
 
 import dataclasses
 import json
@@ -7,29 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ldm_jax.mixers.memory_form import Recurrent
+from flax import nnx
 
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
-from ldm_jax.interpret import figures as inspection
-from ldm_jax.interpret.figures import inspect, reader_names, source_names, write_figures
+from ldm_jax.infer import make_memory_figures
+from ldm_jax.interpret.figures import inspect, reader_names, save_figures, source_names
 from ldm_jax.interpret.plots import plot_inspection
 from ldm_jax.mixers import AttnResBlockConfig, LDMConfig, MixerConfig, MixerKind, Write
-from ldm_jax.nn import init_params
+from ldm_jax.nn import init_params, model_graph
 
 MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)
 LDM = LDMConfig(groups=2, key_dim=3, latent_dim=5)
 WINDOWS = Batch(np.asarray(jax.random.randint(jax.random.key(0), (3, 9), 0, 256)), None)
 
 
-def figures_of(mixer):
-    config = Config(model=MODEL, mixer=mixer)
-    return config, inspect(config, init_params(MODEL, mixer, 0), WINDOWS, 2)
+@pytest.fixture(scope="module")
+def ldm():
+    """Config, parameters and figures, computed in batches of two windows and one."""
+    config = Config(model=MODEL, mixer=MixerConfig(ldm=LDM))
+    params = init_params(MODEL, config.mixer, 0)
+    return config, params, inspect(config, params, WINDOWS, 2)
 
 
-def test_of_a_depth_memory(tmp_path):
-    config, figures = figures_of(MixerConfig(ldm=LDM))
+def test_ldm(ldm, tmp_path):
+    config, _, figures = ldm
     readers = sources = MODEL.sublayers + 1
     shapes = {name: values.shape for name, values in figures.items()}
     assert shapes == {
@@ -47,11 +50,7 @@ def test_of_a_depth_memory(tmp_path):
     np.testing.assert_allclose(figures["forgetting"][0], 1.0)
     assert ((figures["forgetting"][1:] > 0.9) & (figures["forgetting"][1:] < 1)).all()
     assert (figures["log10_condition"] >= 0).all()
-    # Every window counts, in however many batches: three windows, two at a time, and all at once.
-    at_once = inspect(config, init_params(MODEL, config.mixer, 0), WINDOWS, 3)
-    for name, values in at_once.items():
-        np.testing.assert_allclose(figures[name], values, rtol=1e-4, atol=1e-5)
-    file = write_figures(config, figures, tmp_path / "new")
+    file = save_figures(config, figures, tmp_path / "new")
     np.testing.assert_allclose(json.loads(file.read_text())["residual"], figures["residual"])
     pictures = plot_inspection(config, figures, tmp_path, "a model")
     assert [picture.name for picture in pictures] == ["contributions.png", "contributions_by_group.png", "memory.png"]
@@ -60,47 +59,62 @@ def test_of_a_depth_memory(tmp_path):
     assert source_names(config) == ["embedding", "attention 1", "MLP 1"]
 
 
-def test_the_residual_is_that_of_the_final_memory(monkeypatch):
-    # With M itself, from the recurrent form: |v - M k|^2 / |v|^2 over tokens, for every observation.
-    seen = {}
-
-    def of_observations(write, width, memory):
-        seen["memory"] = memory
-        return kept(write, width, memory)
-
-    kept = inspection._of_observations
-    monkeypatch.setattr(inspection, "_of_observations", of_observations)
-    monkeypatch.setattr(jax, "jit", lambda function: function)
-    mixer = MixerConfig(ldm=LDM)
-    figures = inspect(Config(model=MODEL, mixer=mixer), init_params(MODEL, mixer, 0), WINDOWS, 3)
-    form, entries = Recurrent(Write.RLS), seen["memory"].observations.entries
-    state = form.start(entries[0].importance.shape[:-1], 2, 8, 3, LDM.alpha)
-    for entry in entries:
-        forgetting = jnp.broadcast_to(entry.forgetting, entry.importance.shape)
-        state, _ = form.write(state, entry._replace(forgetting=forgetting))
-    m = np.asarray(state.memory)
-    for entry, residual in zip(entries, figures["residual"], strict=True):
-        error = np.asarray(entry.value) - np.einsum("btgkv,btgk->btgv", m, entry.key)
-        share = np.sum(error**2, axis=-1) / np.sum(np.square(entry.value), axis=-1)
+def test_the_residual_is_that_of_the_final_memory(ldm):
+    # |v - M k| / |v| of every observation, with M itself from a plain forward pass in the recurrent form over all
+    # windows at once: every window has the same weight, whatever the size of its batch.
+    config, params, figures = ldm
+    model = nnx.merge(model_graph(MODEL, config.mixer), params)
+    embedding = model.embedding(jnp.asarray(WINDOWS.tokens[:, :-1]))
+    state = model.mixer.start(embedding)
+    observations = [model.mixer.writer(embedding, jnp.ones(2))]
+    block = jax.tree.map(lambda leaf: leaf[0], model.blocks)
+    for sublayer in (block.attention, block.mlp):
+        x, state = sublayer.mixer.read(state)
+        output = sublayer.function(sublayer.norm(x))
+        observations.append(sublayer.mixer.memory.writer(output, sublayer.mixer.memory.forgetting()))
+        state, _ = sublayer.mixer.write(state, output)
+    for observation, residual in zip(observations, figures["residual"], strict=True):
+        error = observation.value - np.einsum("btgkv,btgk->btgv", state.memory.memory, observation.key)
+        share = np.sum(error**2, axis=-1) / np.sum(observation.value**2, axis=-1)
         np.testing.assert_allclose(residual, np.sqrt(share.mean(axis=(0, 1))), rtol=1e-3)
 
 
+def test_figures_of_the_training_log_agree():
+    model = ModelConfig(depth=2, width=16, heads=2, mlp_width=16)
+    config = Config(model=model, mixer=MixerConfig(ldm=LDMConfig(groups=2, key_dim=3, latent_dim=5)))
+    params = init_params(model, config.mixer, 0)
+    windows = np.random.default_rng(0).integers(256, size=(2, 9)).astype(np.int32)
+    segments = np.array([[1] * 9, [1] * 4 + [2] * 5], np.int32)  # one window of two documents
+    expected = inspect(config, params, Batch(windows, segments), 2)
+    memory_figures = make_memory_figures(config)
+    separate = memory_figures(params, Batch(windows[:, :-1], segments[:, :-1]))
+    for name in ("gain", "gate", "log10_condition"):  # of sublayers; the last reader is the end
+        np.testing.assert_allclose(getattr(separate, name), expected[name][:-1], rtol=1e-3, atol=1e-4)
+    for name in ("forgetting", "importance"):  # of sublayers; the first source is the embedding
+        np.testing.assert_allclose(getattr(separate, name), expected[name][1:], rtol=1e-3)
+    together = Batch(windows[:, :-1], None)
+    assert np.abs(memory_figures(params, together).log10_condition - separate.log10_condition).max() > 1e-4
+    ruined = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    assert np.isnan(memory_figures(ruined, together).log10_condition).all()
+
+
 @pytest.mark.parametrize("kind", ["attnres", "attnres_block"])
-def test_of_attention_residuals(tmp_path, kind):
-    config, figures = figures_of(MixerConfig(kind=MixerKind(kind), attnres_block=AttnResBlockConfig(2)))
+def test_attnres(tmp_path, kind):
+    config = Config(model=MODEL, mixer=MixerConfig(kind=MixerKind(kind), attnres_block=AttnResBlockConfig(2)))
+    figures = inspect(config, init_params(MODEL, config.mixer, 0), WINDOWS, 3)
     weights = figures["contribution"][..., 0]
     assert weights.shape == (3, 3)
     np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
-    if kind == "attnres_block":  # alone; beside a sum that has begun; beside a finished one
+    if kind == "attnres_block":  # the embedding alone; with a partial sum; with the finished sum of a block
         np.testing.assert_allclose(weights, [[1, 0, 0], [0.5, 0, 0.5], [0.5, 0.5, 0]], rtol=1e-6)
         assert source_names(config) == ["embedding", "block 1", "partial sum"]
     assert [picture.name for picture in plot_inspection(config, figures, tmp_path, "a model")] == ["contributions.png"]
 
 
-def test_what_has_no_weights_is_refused():
-    for mixer, words in (
-        (MixerConfig(kind=MixerKind.PRELN), "the mixer preln has no weights"),
-        (MixerConfig(ldm=dataclasses.replace(LDM, write=Write.DELTA)), "the write delta has no weights"),
+def test_mixers_without_weights_are_rejected():
+    for mixer, named in (
+        (MixerConfig(kind=MixerKind.PRELN), "preln"),
+        (MixerConfig(ldm=dataclasses.replace(LDM, write=Write.DELTA)), "write delta"),
     ):
-        with pytest.raises(UserError, match=words):
-            figures_of(mixer)
+        with pytest.raises(UserError, match=named):
+            inspect(Config(model=MODEL, mixer=mixer), {}, WINDOWS, 3)

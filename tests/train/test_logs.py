@@ -1,24 +1,14 @@
-"""Metrics beside metrics.jsonl: TensorBoard, Weights & Biases, profiles, pictures, utilisation."""
+"""Metrics beside metrics.jsonl: TensorBoard, Weights & Biases, profiles, utilisation."""
 
 import dataclasses
 import errno
 import sys
 import types
-from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 from ldm_jax.config import Config, LogConfig, ModelConfig
-from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
-from ldm_jax.infer import make_memory_figures
-from ldm_jax.interpret.figures import inspect
-from ldm_jax.mixers import LDMConfig, MixerConfig
-from ldm_jax.nn import init_params
-from ldm_jax.plots import distinct_names, plot_memory, plot_runs
-from ldm_jax.train.metrics import MetricsFile
 from ldm_jax.train.sinks import make_sinks
 from ldm_jax.train.utilisation import model_flops_per_token, peak_flops
 from runs import make_corpus, quietly, tiny, without_memory
@@ -103,45 +93,6 @@ def test_a_profile_is_written(tmp_path):
     assert any(file.is_file() for file in (tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
-def test_memory_figures_are_those_of_the_inspection():
-    model = ModelConfig(depth=2, width=16, heads=2, mlp_width=16)
-    config = Config(model=model, mixer=MixerConfig(ldm=LDMConfig(groups=2, key_dim=3, latent_dim=5)))
-    params = init_params(model, config.mixer, 0)
-    windows = np.random.default_rng(0).integers(256, size=(2, 9)).astype(np.int32)
-    segments = np.array([[1] * 9, [1] * 4 + [2] * 5], np.int32)  # one window of two documents
-    expected = inspect(config, params, Batch(windows, segments), 2)
-    together = inspect(config, params, Batch(windows, None), 2)
-    assert np.abs(together["log10_condition"] - expected["log10_condition"]).max() > 1e-4
-    figures = make_memory_figures(config)(params, Batch(windows[:, :-1], segments[:, :-1]))
-    for name, of_ends in (("gain", slice(-1)), ("gate", slice(-1)), ("log10_condition", slice(-1))):
-        np.testing.assert_allclose(getattr(figures, name), expected[name][of_ends], rtol=1e-3, atol=1e-4)
-    for name in ("forgetting", "importance"):
-        np.testing.assert_allclose(getattr(figures, name), expected[name][1:], rtol=1e-3)
-    ruined = jax.tree.map(lambda leaf: leaf * np.nan, params)
-    assert np.isnan(make_memory_figures(config)(ruined, Batch(windows, None)).log10_condition).all()
-
-
-def test_pictures_of_a_run(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
-    for step in range(1, 9):
-        loss = {"loss": 3 / step, "grad_norm": 1 / step, "learning_rate": 0.1, "tokens_per_second": 100.0}
-        file.write({"step": step, "tokens": 10 * step, **loss})
-        if step % 4 == 0:
-            file.write(
-                {"step": step, "tokens": 10 * step, "validation_loss": 2 / step, "validation_bits_per_byte": 1.0}
-            )
-            names = ("forgetting", "gain", "gate", "importance", "log10_condition")
-            file.write({"step": step, **{name: [[step / 9, 0.5]] * 3 for name in names}})
-    file.close()
-    plot_runs([tmp_path], ["a run"], tmp_path / "curves.png")
-    assert plot_memory(tmp_path, "a run", tmp_path / "memory.png")
-    assert min((tmp_path / name).stat().st_size for name in ("curves.png", "memory.png")) > 10_000
-    (tmp_path / "empty").mkdir()
-    assert not plot_memory(tmp_path / "empty", "empty", tmp_path / "none.png")
-    with pytest.raises(UserError, match="holds no metrics"):
-        plot_runs([tmp_path / "empty"], ["empty"], tmp_path / "none.png")
-
-
 def test_model_flops():
     # Six flops for each parameter of a PreLN model's matmuls; 12 for each position and channel of attention's scores.
     model = ModelConfig(depth=2, width=16, heads=2, mlp_width=24, qk_norm=False)
@@ -151,9 +102,3 @@ def test_model_flops():
     expected = 6 * (matrices + norms) + 12 * 2 * 16 * config.data.context
     assert model_flops_per_token(config) == expected
     assert peak_flops(1) is None  # a CPU is not in the table
-
-
-def test_runs_of_one_name_have_distinct_ones():
-    assert distinct_names([Path("a/x"), Path("b/x"), Path("b/y")]) == ["a/x", "b/x", "b/y"]
-    assert distinct_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
-    assert distinct_names([Path("a/x"), Path("a/x")]) == ["x", "x"]  # the same run twice
