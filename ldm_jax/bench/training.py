@@ -17,8 +17,8 @@ from ldm_jax.bench.timing import alternating, step_runner
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, DataConfig, ModelConfig, TrainConfig
 from ldm_jax.data import Batch
 from ldm_jax.memory import Backward, Observation
+from ldm_jax.memory.recurrent import MemoryShape, Recurrent
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, MixerKind, Write
-from ldm_jax.mixers.memory_form import Recurrent
 from ldm_jax.roofline.compile import Chip, compile_gradient, cost_analysis, temporary_bytes
 
 
@@ -26,7 +26,8 @@ from ldm_jax.roofline.compile import Chip, compile_gradient, cost_analysis, temp
 class Subject:
     """A mixer and the options that are varied."""
 
-    kind: MixerKind
+    kind: str
+    """One of `MixerKind`."""
     backward: Backward
     form: Form | None = None
     key_dim: int | None = None
@@ -174,11 +175,12 @@ def compile_rows(
 def write_rows(key_dims: Sequence[int], repetitions: int) -> Iterator[Row]:
     """Median seconds of one write for 1024 tokens, width 256 and 8 groups, and of a copy of the memory's state."""
     groups, tokens = 8, CPU_SIZE.tokens
-    value_dim, form = CPU_SIZE.width // groups, Recurrent(Write.RLS)
+    value_dim = CPU_SIZE.width // groups
     rng = np.random.default_rng(0)
     for key_dim in key_dims:
         normal = lambda *shape: jnp.asarray(rng.normal(size=(tokens, groups, *shape)), jnp.float32)  # noqa: E731
-        state = form.start((tokens,), groups, value_dim, key_dim, 10.0)._replace(memory=normal(key_dim, value_dim))
+        form = Recurrent(Write.RLS.rule, MemoryShape(groups, value_dim, key_dim))
+        state = form.start((tokens,), 10.0)._replace(memory=normal(key_dim, value_dim))
         observation = Observation(
             normal(key_dim), normal(value_dim), jnp.full((tokens, groups), 0.98), jnp.ones((tokens, groups))
         )

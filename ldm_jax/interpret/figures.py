@@ -16,12 +16,12 @@ from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
-from ldm_jax.infer.memory_figures import log10_condition, read_figures, write_figures
+from ldm_jax.infer.memory_figures import read_figures, replace_covariance, write_figures
 from ldm_jax.memory import Observation
-from ldm_jax.mixers import Form, MixerConfig, MixerKind, MixerState, Write
+from ldm_jax.memory.dual import DualState
+from ldm_jax.mixers import DepthMemoryConfig, MixerConfig, MixerState
+from ldm_jax.mixers.depth_memory import Reader, make_form
 from ldm_jax.mixers.ldm import LDMEnds
-from ldm_jax.mixers.memory_form import Dual, DualState
-from ldm_jax.mixers.reader_writer import Reader
 from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Sublayer
@@ -53,11 +53,7 @@ def reader_names(config: Config) -> list[str]:
 
 def source_names(config: Config) -> list[str]:
     """The embedding, then the sublayers, or for block AttnRes the blocks and the partial sum."""
-    if config.mixer.kind is MixerKind.ATTNRES_BLOCK:
-        blocks = -(-config.model.sublayers // config.mixer.attnres_block.block_size)
-        return ["embedding", *(f"block {index + 1}" for index in range(blocks)), "partial sum"]
-    written = config.mixer.kind is not MixerKind.LDM or config.mixer.ldm.write_embedding
-    return (["embedding"] if written else []) + reader_names(config)[:-1]
+    return config.mixer.options.source_names(reader_names(config)[:-1])
 
 
 def inspect(config: Config, params: Params, windows: Batch, batch_size: int) -> Figures:
@@ -66,15 +62,14 @@ def inspect(config: Config, params: Params, windows: Batch, batch_size: int) -> 
     Raises:
         UserError: the mixer's reads are not weighted sums of earlier outputs.
     """
-    mixer = _unrolled_mixer(config.mixer)
+    mixer = _with_weights(config.mixer)
+    options = mixer.options
     graph = model_graph(dataclasses.replace(config.model, scan=False), mixer)
     on_device = jax.jit(lambda params, windows: _figures(nnx.merge(graph, params), *windows))
 
     def figures(windows: Batch) -> dict[str, np.ndarray]:
         found = dict(jax.device_get(on_device(params, jax.tree.map(jnp.asarray, windows))))
-        if "inverse_covariance" in found:
-            found["log10_condition"] = log10_condition(found.pop("inverse_covariance"), config.mixer.ldm.write)
-        return found
+        return replace_covariance(found, options.write) if isinstance(options, DepthMemoryConfig) else found
 
     starts = range(0, len(windows.tokens), batch_size)
     batches = [jax.tree.map(lambda x, start=start: x[start : start + batch_size, :-1], windows) for start in starts]
@@ -84,12 +79,12 @@ def inspect(config: Config, params: Params, windows: Batch, batch_size: int) -> 
     return {name: np.sqrt(values) if name in _SQUARED else values for name, values in means.items()}
 
 
-def _unrolled_mixer(config: MixerConfig) -> MixerConfig:
-    if config.kind is MixerKind.LDM and config.ldm.write is not Write.DELTA:
-        return dataclasses.replace(config, ldm=dataclasses.replace(config.ldm, form=Form.DUAL))
-    if config.kind in (MixerKind.ATTNRES, MixerKind.ATTNRES_BLOCK):
-        return config
-    what = f"the write {config.ldm.write}" if config.kind is MixerKind.LDM else f"the mixer {config.kind}"
+def _with_weights(config: MixerConfig) -> MixerConfig:
+    options = config.options.with_weights()
+    if options is not None:
+        return config if options == config.options else dataclasses.replace(config, **{config.kind: options})
+    used = config.options
+    what = f"the write {used.write}" if isinstance(used, DepthMemoryConfig) else f"the mixer {config.kind}"
     raise UserError(
         f"{what} has no weights of earlier layers: give a run of ldm (write rls, sqrt_rls or additive), attnres or "
         "attnres_block."
@@ -107,7 +102,7 @@ def _figures(model: Transformer, tokens: Tokens, segments: Int[Array, "B T"] | N
     figures = {name: _stacked([row[name] for row in rows]) for name in rows[0]}
     ends = model.mixer
     if isinstance(ends, LDMEnds):
-        figures |= _of_observations(ends.config.write, model.config.width, state.memory)
+        figures |= _of_observations(ends.config, model.config.width, state.memory)
     return figures
 
 
@@ -133,13 +128,10 @@ def _reading(mixer: Any, state: MixerState) -> dict[str, Array]:
         weights = _over_tokens(mixer.weights(state), axis=1)[:, None]
         return {"contribution": weights, "absolute_contribution": weights}
     reader: Reader = mixer.reader if isinstance(mixer, LDMEnds) else mixer.memory.reader
-    query, scale = reader.ask(state.stream)
-    form = Dual(reader.config.write)
-    weights = scale * jnp.asarray(form.weights(state.memory, query))
-    return read_figures(reader, state.stream) | {
+    weights = reader.weights(state.memory, state.stream)
+    return read_figures(reader, state) | {
         "contribution": _over_tokens(weights, axis=1),
         "absolute_contribution": _over_tokens(jnp.abs(weights), axis=1),
-        "inverse_covariance": state.memory.covariance.inverse_covariance,
         "stream_rms": jnp.mean(state.stream.astype(jnp.float32) ** 2),
     }
 
@@ -148,13 +140,12 @@ def _over_tokens(x: Array, axis: int) -> Array:
     return jnp.mean(x, axis=(axis, axis + 1))
 
 
-def _of_observations(write: Write, width: int, memory: DualState) -> dict[str, Array]:
+def _of_observations(config: DepthMemoryConfig, width: int, memory: DualState) -> dict[str, Array]:
     """Of every write: importance, forgetting, and the squared residual in the final memory."""
-    form, entries = Dual(write), memory.observations.entries
-    value_dim = width // entries[0].importance.shape[-1]
+    form, entries = make_form(config, width), memory.observations.entries
 
     def residual(entry: Observation) -> Array:
-        error = entry.value - form.read(memory, entry.key, value_dim)
+        error = entry.value - form.read(memory, entry.key)[0]
         energy = jnp.sum(entry.value.astype(jnp.float32) ** 2, axis=-1)
         return _over_tokens(jnp.sum(error**2, axis=-1) / energy, axis=0)
 

@@ -126,7 +126,7 @@ class DepthMemoryConfig(MixerOptions):
 
     def training_numbers(self, sublayers: int) -> float:
         """An error and a value for each write; the memory and its cotangent, and what is computed from them."""
-        return 2 * sublayers + 4 * self.key_dim
+        return 2.0 * sublayers + 4 * self.key_dim
 
 
 def make_form(

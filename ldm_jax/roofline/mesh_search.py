@@ -9,7 +9,6 @@ import jax
 
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.errors import UserError
-from ldm_jax.mixers import MixerKind
 from ldm_jax.nn import init_params
 from ldm_jax.parallel import check_mesh
 from ldm_jax.roofline.chips import ChipRates
@@ -34,7 +33,7 @@ def ranked_meshes(config: Config, devices: int, rates: ChipRates, slices: int = 
 
     The estimate counts matmuls; parameters gathered twice and reduced once over `fsdp`, gradients reduced over `data`
     and `context`, activations of every sublayer over `tensor`, keys and values over `context`; the HBM bytes of the
-    parameters that a chip updates; in memory also the stream of every block and a depth memory's corrections.
+    parameters that a chip updates; in memory also the stream of every block and what the mixer saves.
 
     Raises:
         UserError: no mesh divides the model and the batch.
@@ -83,8 +82,7 @@ def _estimate(config: Config, mesh: MeshConfig, rates: ChipRates, parameters: in
     memory = 16 * parameters / (fsdp * tensor)  # parameters, two moments and a gradient, float32
     memory += model.depth * stream + 12 * stream * model.mlp_width / model.width / tensor
     memory += 3 * 4 * tokens * min(1.0, model.loss_chunk / tokens) * model.vocabulary / tensor
-    if config.mixer.kind is MixerKind.LDM:
-        memory += (2 * model.sublayers + 4 * config.mixer.ldm.key_dim) * 4 * tokens * model.width / tensor
+    memory += 4 * config.mixer.options.training_numbers(model.sublayers) * tokens * model.width / tensor
     return Candidate(mesh, compute + updating + config.train.accumulation * sent / rates.ici_rate, memory)
 
 
