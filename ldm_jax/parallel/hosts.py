@@ -178,19 +178,17 @@ def ending_together() -> Iterator[None]:
     except BaseException as error:
         if not jax.distributed.is_initialized() or (isinstance(error, SystemExit) and error.code in (0, None)):
             raise
-        status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         try:
-            _exit(_explain(error), status)
+            _exit(_explain(error))
         finally:  # also if Ctrl-C interrupts it
-            os._exit(status)
+            os._exit(1)
     _watch.stop()
 
 
 def _explain(error: BaseException) -> str:
     """The last line that this process prints. The error is sent to the others, unless one of them has caused it."""
-    if isinstance(error, SystemExit):
-        # A status without a text follows a UserError that has been printed.
-        sentence = error.code.strip() if isinstance(error.code, str) else f"error: {error.__context__ or error}"
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        sentence = error.code.strip()
         _watch.publish(sentence.removeprefix("error: "))
         return sentence
     if (failure := _wait_for_failure()) is not None:
@@ -219,8 +217,8 @@ def _wait_for_failure() -> str | None:
     return None
 
 
-def _exit(message: str, status: int = 1) -> None:
+def _exit(message: str) -> None:
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     time.sleep(GRACE_SECONDS)
-    os._exit(status)
+    os._exit(1)

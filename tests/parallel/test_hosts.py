@@ -165,7 +165,7 @@ def test_the_other_processes_report_why_one_failed(tmp_path, finished):
         end = time.monotonic() + MARGIN_SECONDS
         while job.processes[1].poll() is None and time.monotonic() < end:
             job.send(1, signal.SIGINT)  # the second one exits without saving
-            time.sleep(0.2)
+            time.sleep(0.05)
         assert job.finish() == [1, 1]
     assert job.output(1).splitlines()[-1].startswith("interrupted: ")
     assert "error: process 1 has failed: interrupted" in job.output(0)
