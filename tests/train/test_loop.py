@@ -159,7 +159,7 @@ def test_more_steps_continue_a_finished_run(finished, corpus, tmp_path):
 def test_another_model_is_refused_and_nothing_is_touched(finished):
     config, path, state, _ = finished
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    other = dataclasses.replace(config, mixer=MixerConfig(MixerKind.LDM, config.mixer.ldm))
+    other = dataclasses.replace(config, mixer=MixerConfig(MixerKind.LDM, ldm=config.mixer.ldm))
     with pytest.raises(UserError, match=r"mixer\.kind was preln and is now ldm"):
         quietly(other, path)
     with pytest.raises(UserError, match=r"train\.seed was 0 and is now 1"):
@@ -474,3 +474,15 @@ def test_a_changed_corpus_is_reported(finished, tmp_path):
     (tmp_path / "corpus" / "new.txt").write_text("more text\n" * 20)
     _, output = quietly(config, path)
     assert "the corpus has changed" in output
+
+
+def test_a_run_of_the_previous_version_is_loaded_or_says_what_to_rename(finished, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(finished[1], path)
+    file = path / "config.toml"
+    text = file.read_text().replace("[mixer.ldm]\n", '[mixer.ldm]\nread_into = "branch"\n')
+    file.write_text(text)
+    assert load_run(path).step == 6
+    file.write_text(text.replace("[mixer]\n", '[mixer]\nbackward = "undone"\n'))
+    with pytest.raises(UserError, match=r"mixer\.backward is 'undone'.*reversible"):
+        load_run(path)
