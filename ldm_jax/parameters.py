@@ -33,7 +33,9 @@ Declarations = Mapping[tuple[str, ...], Declaration]
 def declarations_of(model: nnx.Module) -> Declarations:
     """The declarations of a model's parameters; the model may hold shapes only."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {path: variable.get_metadata().get("declaration", Declaration()) for path, variable in leaves}
+    return {
+        tuple(map(str, path)): variable.get_metadata().get("declaration", Declaration()) for path, variable in leaves
+    }
 
 
 def declaration_at(path: tuple[Any, ...], declared: Declarations) -> Declaration | None:

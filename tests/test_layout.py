@@ -27,6 +27,7 @@ SHARED = {
     "files",
     "config",
     "options",
+    "parameters",
     "progress",
     "plots",
 }  # may be imported from anywhere that may import theirs

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ldm_jax.memory import recurrent as memory_form
 from ldm_jax.memory.dual import Dual, DualState
 from ldm_jax.memory.fused import Fused, FusedState
 from ldm_jax.memory.recurrent import MemoryShape, Recurrent
-from ldm_jax.memory.write import MemoryState
+from ldm_jax.memory.write import Covariance, MemoryState
 from ldm_jax.memory.writes import Write
 from ldm_jax.mixers.mixer import MixerOptions
 from ldm_jax.parameters import linear, param
@@ -244,7 +244,8 @@ def check_memory(state: AnyState, x: Float[Array, "*tokens D"], config: DepthMem
             form, found, expected = Form.FUSED, state.memory.shape, (key_dim, *tokens, width)
         case DualState(covariance=None):  # the cache shows its shapes when it is used
             form, found, expected = Form.DUAL, grouped, grouped
-        case DualState(covariance=covariance):
+        case DualState():
+            covariance = cast(Covariance, state.covariance)
             form, found, expected = Form.DUAL, covariance.matrix.shape, (*grouped, key_dim, key_dim)
     if form is not config.form or found != expected:
         raise ValueError(

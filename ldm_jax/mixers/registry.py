@@ -23,14 +23,19 @@ MIXERS: tuple[Mixer, ...] = (
 )
 
 BY_KIND = {mixer.kind: mixer for mixer in MIXERS}
-MixerKind: Any = enum.StrEnum("MixerKind", {kind.upper(): kind for kind in BY_KIND})
+if TYPE_CHECKING:  # what type checkers see of the two classes that are made from the list
+
+    class MixerKind(enum.StrEnum):
+        """The kinds of `MIXERS`."""
+else:
+    MixerKind = enum.StrEnum("MixerKind", {kind.upper(): kind for kind in BY_KIND})
 
 
 @dataclass(frozen=True)
 class _MixerChoice:
     """How layers use each other's outputs: a kind, and a table of options for every kind that has any."""
 
-    kind: MixerKind = MixerKind.LDM
+    kind: MixerKind = MixerKind("ldm")  # noqa: RUF009
     """The depth mixer. The tables of the others are ignored."""
     backward: Backward | None = None
     """What is saved for the backward pass. stored: everything it needs (fastest, if there is room). remat: every
