@@ -68,13 +68,13 @@ TPU_SIZE = Size(width=1024, tokens=4096, batch=1)
 
 def preln(backward: Backward = Backward.REMAT) -> Subject:
     """The reference. PreLN has nothing to reverse, so remat stands for `reversible`."""
-    return Subject(MixerKind.PRELN, Backward.STORED if backward is Backward.STORED else Backward.REMAT)
+    return Subject(MixerKind("preln"), Backward.STORED if backward is Backward.STORED else Backward.REMAT)
 
 
 def subjects(modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> Iterator[Subject]:
     """LDM with every combination of the options."""
     for key_dim, form, backward in itertools.product(key_dims, forms, modes):
-        yield Subject(MixerKind.LDM, backward, form, key_dim)
+        yield Subject(MixerKind("ldm"), backward, form, key_dim)
 
 
 def memory_rows(
