@@ -1,4 +1,4 @@
-"""Linear Depth Memory (LDM) in JAX: a transformer's layers that remember each other."""
+"""Linear Depth Memory (LDM) in JAX: a memory for each token that is carried across a transformer's layers."""
 
 from importlib.metadata import version as _version
 

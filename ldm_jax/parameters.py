@@ -1,7 +1,7 @@
-"""How a parameter is sharded, whether it decays, and whether Muon takes it: declared where the parameter is made."""
+"""Declarations of parameters: their sharding, weight decay and optimizer, written where the parameter is made."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +16,31 @@ Axes = tuple[Axis | None, ...]
 
 
 class Declaration(NamedTuple):
-    """What holds for a parameter beside its value; without one it is whole on every device and a vector."""
+    """A parameter's sharding, weight decay and optimizer. By default it is replicated, without decay, and AdamW's."""
 
     axes: Axes = ()
-    """Of its own axes; a stack of blocks has one more, the first."""
+    """Roles of the axes, without the leading depth axis of stacked blocks."""
     decays: bool = False
     """Whether weight decay applies."""
     muon: bool = False
-    """Whether it is a linear map of a block or of the mixer, which Muon orthogonalises; the others are AdamW's."""
+    """Whether Muon updates it; otherwise AdamW does. Muon is for the linear maps of blocks and mixers."""
 
 
-Declarations = Mapping[tuple[str, ...], Declaration]
-"""Of every parameter of a model, by the names on its path."""
+Path = tuple[str, ...]
+Declarations = Mapping[Path, Declaration]
+"""The declaration of every parameter of a model, by the parameter's path."""
 
 
 def declarations_of(model: nnx.Module) -> Declarations:
-    """The declarations of a model's parameters; the model may hold shapes only."""
+    """The declarations of a model's parameters. The model may be abstract (`nnx.eval_shape`)."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {
-        tuple(map(str, path)): variable.get_metadata().get("declaration", Declaration()) for path, variable in leaves
-    }
+    return {cast(Path, path): variable.get_metadata().get("declaration", Declaration()) for path, variable in leaves}
 
 
 def declaration_at(path: tuple[Any, ...], declared: Declarations) -> Declaration | None:
-    """That of the parameter at a path of a tree, such as an optimiser's state, or None for what is no parameter.
+    """The declaration for a leaf of a tree that contains parameters, such as an optimizer state; None if there is none.
 
-    Moments and averages have their parameter's path at the end of their own.
+    A moment or average has its parameter's path as the end of its own path.
     """
     names = tuple(part.key for part in path if isinstance(getattr(part, "key", None), str))
     ends = (names[start:] for start in range(len(names)))
@@ -49,9 +48,9 @@ def declaration_at(path: tuple[Any, ...], declared: Declarations) -> Declaration
 
 
 def shardings(tree: Any, mesh: Mesh, declared: Declarations) -> Any:
-    """The sharding of every array of a training state, or of another tree that holds parameters by their names.
+    """The sharding of every array of a training state, or of another tree that contains parameters by path.
 
-    Moments and averages are sharded as their parameters; what is no parameter is whole on every device.
+    Moments and averages are sharded like their parameters. Other arrays are replicated.
     """
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -64,7 +63,7 @@ def shardings(tree: Any, mesh: Mesh, declared: Declarations) -> Any:
 
 
 def param(value: Float[Array, "..."], *axes: Axis | None, decays: bool = False, muon: bool = False) -> nnx.Param[Any]:
-    """A parameter with its declaration."""
+    """Makes a parameter with a declaration."""
     return nnx.Param(value, declaration=Declaration(axes, decays, muon))
 
 
@@ -80,18 +79,18 @@ def linear(
     dtype: DType | None = jnp.float32,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """A linear map `[inputs, outputs]` in a compute type, whose kernel decays and whose bias does not.
+    """Makes a linear layer with declarations. Weight decay applies to the kernel, not to the bias.
 
     Args:
         inputs: width of the input.
         outputs: width of the output.
-        axes: of the kernel; the bias lies along the second.
-        use_bias: whether it has a bias.
-        muon: whether Muon takes the kernel.
-        kernel_init: flax's default if None: LeCun normal.
-        bias_init: zeros if None.
-        dtype: of the computation; the parameters are float32. None: that of the input.
-        rngs: random numbers.
+        axes: roles of the kernel's two axes; the bias has the second.
+        use_bias: whether to add a bias.
+        muon: whether Muon updates the kernel.
+        kernel_init: initializer of the kernel; None: LeCun normal, flax's default.
+        bias_init: initializer of the bias; None: zeros.
+        dtype: compute type; None: the input's type. Parameters are float32.
+        rngs: random number generators.
     """
     options: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
     return nnx.Linear(

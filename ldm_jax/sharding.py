@@ -1,6 +1,6 @@
-"""Sharding: which axes of arrays lie along which axes of the mesh of devices. Without a mesh it has no effect.
+"""Sharding: maps the axes of arrays to the axes of the mesh. Without a mesh it has no effect.
 
-The mesh is the one that `jax.set_mesh` has set. Its axes are those of `MeshAxis`; a model names only `Axis`.
+The mesh is the one set by `jax.set_mesh`; its axes are `MeshAxis`. Models refer only to `Axis`.
 """
 
 import enum
@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 
 
 class MeshAxis(enum.StrEnum):
-    """The axes of a mesh, from the slowest connections to the fastest."""
+    """The axes of a mesh, ordered from the slowest interconnect to the fastest."""
 
     DATA = "data"
     FSDP = "fsdp"
@@ -21,7 +21,7 @@ class MeshAxis(enum.StrEnum):
 
 
 class Axis(enum.StrEnum):
-    """What an axis of an activation or a parameter is."""
+    """The role of an axis of an activation or a parameter."""
 
     BATCH = "batch"
     TOKENS = "tokens"
@@ -30,7 +30,7 @@ class Axis(enum.StrEnum):
     GROUPS = "groups"
     VOCABULARY = "vocabulary"
     WIDTH = "width"
-    """Of a parameter; an activation's width is whole on every device."""
+    """The width axis of a parameter. The width axis of an activation is not sharded."""
 
 
 ALONG: dict[Axis, tuple[MeshAxis, ...]] = {
@@ -45,9 +45,10 @@ ALONG: dict[Axis, tuple[MeshAxis, ...]] = {
 
 
 def constrain(x: Shaped[Array, "..."], *axes: Axis | None) -> Shaped[Array, "..."]:
-    """The array, laid out over the mesh by its axes; None is an axis that is whole on every device.
+    """Constrains the sharding of an array by the roles of its axes.
 
-    So is one that the devices do not divide, such as the single token of a decoding step.
+    An axis is replicated if its role is None, or if the mesh does not evenly divide it (the single token of a decoding
+    step, for example).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -56,12 +57,12 @@ def constrain(x: Shaped[Array, "..."], *axes: Axis | None) -> Shaped[Array, "...
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """That of the rows of a batch."""
+    """The sharding of a batch, whose first axis is `Axis.BATCH`."""
     return NamedSharding(mesh, PartitionSpec(tuple(name.value for name in ALONG[Axis.BATCH])))
 
 
 def parts(shape: tuple[int, ...], *axes: Axis | None) -> int:
-    """How many parts the mesh in use cuts an array into; 1 without a mesh."""
+    """The number of shards of an array on the current mesh; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return 1
@@ -70,13 +71,13 @@ def parts(shape: tuple[int, ...], *axes: Axis | None) -> int:
 
 
 def partition(shape: tuple[int, ...], axes: tuple[Axis | None, ...], mesh: dict[str, int]) -> PartitionSpec:
-    """The axes of the mesh for each axis of a shape; None where they do not divide it.
+    """The partition spec of an array: the mesh axes of each of its axes, or None if they do not evenly divide it.
 
     Raises:
-        ValueError: not as many axes as the shape has; two that lie along one axis of the mesh.
+        ValueError: the number of axes differs from the array's rank, or two axes map to the same mesh axis.
     """
     if len(shape) != len(axes):
-        raise ValueError(f"axes {axes} are {len(axes)}, but the array's shape is {shape}.")
+        raise ValueError(f"axes is {axes}, of length {len(axes)}, but the array has shape {shape}: pass one per axis.")
     users: dict[MeshAxis, Axis] = {}
     along = []
     for size, axis in zip(shape, axes, strict=True):

@@ -1,15 +1,25 @@
-"""The axis legend, and the named array types that are used everywhere.
+"""The axis letters, the symbols, and the named array types that the package uses.
 
-Every shape in this package is written with these letters, in annotations, docstrings and einsums:
+Shapes are written with these letters, in annotations, docstrings and einsums:
 
-    B  batch (sequences)          N  depth: observations, one per sublayer
+    B  batch (sequences)          N  depth (observations, one per sublayer)
     T  tokens of a sequence       D  model width
     G  groups of a depth memory   V  value width of a group, D / G
-    K  key width                  R  width of the latent that a read or a write goes through
+    K  key width                  R  width of the latents that keys, queries and gates are computed from
     H  query heads                J  key-value heads of grouped-query attention
     C  width of a head            F  hidden width of the MLP
-    S  vocabulary (symbols)       E  streams of hyper-connections
-    W  places that a decoding cache holds
+    S  vocabulary size            E  streams of hyper-connections
+    W  slots of a decoding cache
+
+Formulas use these symbols. `'` is a transpose, and is used for nothing else.
+
+    k  key                        lambda  forgetting, in (0, 1]
+    v  value                      beta    importance, >= 0
+    q  query                      alpha   inverse of the ridge
+    M  memory                     e       error, v - M k
+    P  inverse covariance         u       P k
+    S  factor of P, P = S S'      s       innovation, lambda + beta k'u
+                                  g       gain, beta / s
 """
 
 from collections.abc import Callable
@@ -28,7 +38,7 @@ Memory = Float[Array, "V K"]
 InverseCovariance = Float[Array, "K K"]
 State = tuple[Memory, InverseCovariance]
 
-# What callers may pass: NumPy arrays and Python numbers, too.
+# Types of arguments: NumPy arrays and Python numbers are accepted, too.
 ScalarLike = float | int | np.floating | Float[AnyArray, ""] | Int[AnyArray, ""]
 KeyLike = Float[AnyArray, " K"] | Int[AnyArray, " K"]
 MemoryLike = Float[AnyArray, "V K"]

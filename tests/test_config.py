@@ -18,7 +18,9 @@ def write(tmp_path, text, name="config.toml"):
 
 
 def test_a_written_config_is_read_again(tmp_path):
-    config = Config(mixer=MixerConfig(MixerKind.PRELN, LDMConfig(groups=2, forgetting_floor=0.5, write=Write.DELTA)))
+    config = Config(
+        mixer=MixerConfig(MixerKind.PRELN, ldm=LDMConfig(groups=2, forgetting_floor=0.5, write=Write.DELTA))
+    )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=Remat.DOTS, kv_heads=2))
     assert read_config(write(tmp_path, config_to_toml(config))) == config
     assert read_config(write(tmp_path, config_to_toml(Config()))) == Config()
@@ -162,10 +164,10 @@ def test_variants(tmp_path):
 
 
 def test_the_options_of_unused_mixers_are_not_checked():
-    config = Config(mixer=MixerConfig(MixerKind.PRELN, LDMConfig(groups=7)))
+    config = Config(mixer=MixerConfig(MixerKind.PRELN, ldm=LDMConfig(groups=7)))
     assert config.mixer.kind is MixerKind.PRELN
     with pytest.raises(ValueError, match="groups is 7"):
-        Config(mixer=MixerConfig(MixerKind.LDM, LDMConfig(groups=7)))
+        Config(mixer=MixerConfig(MixerKind.LDM, ldm=LDMConfig(groups=7)))
 
 
 def fields(cls):

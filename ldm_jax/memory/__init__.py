@@ -1,6 +1,6 @@
 """The mathematics of depth memories: pure JAX functions of arrays, for one token and one group.
 
-Imports no flax and knows no mesh, file or training step. Groups and batch are `jax.vmap` over these functions.
+Nothing here imports flax or depends on a mesh, a file or a training step. Use `jax.vmap` for groups and batch.
 """
 
 from ldm_jax.memory.additive import additive_write

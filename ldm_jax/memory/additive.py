@@ -1,4 +1,4 @@
-"""The outer-product memory, `M <- lambda M + beta v k'`: what the regression is compared with."""
+"""The outer-product memory, `M <- lambda M + beta v k'`: a baseline for the regression."""
 
 from ldm_jax.memory.observation import Observation, checked_arguments
 from ldm_jax.memory.products import outer
@@ -17,8 +17,8 @@ ADDITIVE = WriteRule(start_without_covariance, _write)
 def additive_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> State:
     """`M <- lambda M + beta v k'`; `P` is returned unchanged.
 
-    With forgetting and importance 1 it is `V'K`: the regression's solution with the Gram matrix of the keys replaced by
-    the identity. One token, one group. Shapes and errors as in `rls_correction`.
+    With forgetting and importance 1, `M` is `V'K`: the least-squares solution with the Gram matrix of the keys replaced
+    by the identity. One token, one group. Shapes and errors as in `rls_correction`.
     """
     memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     after, _ = _write(MemoryState(memory.T, None), obs)

@@ -1,7 +1,7 @@
-"""What the memory functions refuse, in sentences.
+"""Checks of arguments.
 
-Shapes and types are known while JAX traces, so checking them is free and always done. Numbers are checked only
-where they are at hand: a traced value is never looked at, and nothing is added to the compiled program.
+Shapes and types are known during tracing, so they are always checked. Values are checked only if they are concrete:
+traced values are not checked, and nothing is added to the compiled program.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ldm_jax.typing import DType
 
 
 def concrete(number: Any, dtype: DType) -> np.ndarray | None:
-    """The numbers of an array as the state will have them, or None for an array that is traced or on other hosts."""
+    """The values of an array, cast to the state's type; None if they are traced or not addressable by this process."""
     if isinstance(number, jax.core.Tracer):
         return None
     if isinstance(number, jax.Array) and not number.is_fully_addressable:
@@ -26,29 +26,29 @@ def concrete(number: Any, dtype: DType) -> np.ndarray | None:
 
 
 def check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> None:
-    """Raises ValueError unless `array` has this shape; `letters` names its axes as in `ldm_jax.typing`."""
+    """Raises ValueError unless `array` has this shape. `letters` names its axes as in `ldm_jax.typing`."""
     if np.shape(array) != shape:
         raise ValueError(
-            f"{name} has shape {np.shape(array)}, but here it must be [{letters}] = {shape}. "
+            f"{name} has shape {np.shape(array)}, but it must be [{letters}] = {shape}. "
             "The function takes one token and one group: use jax.vmap for groups and batch."
         )
 
 
 def check_alpha(alpha: Any, dtype: DType) -> None:
-    """Raises ValueError if alpha is at hand and not positive and finite in this type."""
+    """Raises ValueError if alpha is concrete and not positive and finite in this type."""
     check_shape("alpha", alpha, (), "")
     _check(alpha, dtype, lambda x: (x > 0) & np.isfinite(x), "alpha", "must be positive and finite")
 
 
 def check_forgetting(forgetting: Any, dtype: DType) -> None:
-    """Raises ValueError if forgetting is at hand and outside (0, 1] in this type."""
-    tiny = jnp.finfo(dtype).tiny  # smaller ones are taken for 0 where the hardware has no subnormal numbers
+    """Raises ValueError if forgetting is concrete and outside (0, 1] in this type."""
+    tiny = jnp.finfo(dtype).tiny  # hardware that flushes subnormal numbers would make smaller ones 0
     _check(forgetting, dtype, lambda x: (x >= tiny) & (x <= 1), "forgetting", "must lie in (0, 1]; 1 forgets nothing")
 
 
 def check_importance(importance: Any, dtype: DType) -> None:
-    """Raises ValueError if importance is at hand and negative or not finite in this type."""
-    allowed = "must be finite and not negative; 0 leaves the value out"
+    """Raises ValueError if importance is concrete and negative or not finite in this type."""
+    allowed = "must be finite and not negative; with 0 the observation is not written"
     _check(importance, dtype, lambda x: (x >= 0) & np.isfinite(x), "importance", allowed)
 
 
@@ -60,7 +60,7 @@ def _check(number: Any, dtype: DType, admits: Callable[[np.ndarray], np.ndarray]
 
 
 def check_state(memory: Any, inverse_covariance: Any) -> None:
-    """Raises ValueError or TypeError unless the state is [V, K] and [K, K] of one floating type."""
+    """Raises ValueError or TypeError unless the state has shapes [V, K] and [K, K] and one floating type."""
     if np.ndim(memory) != 2:
         raise ValueError(
             f"the memory has shape {np.shape(memory)}, but it must be [V, K]. "
@@ -71,17 +71,17 @@ def check_state(memory: Any, inverse_covariance: Any) -> None:
     types = jnp.result_type(memory), jnp.result_type(inverse_covariance)
     if types[0] != types[1] or not jnp.issubdtype(types[0], jnp.floating):
         raise TypeError(
-            f"the memory is {types[0]} and the inverse covariance {types[1]}, but both must have one floating type: "
-            "the one that init_state was given."
+            f"the memory is {types[0]} and the inverse covariance {types[1]}, but both must have the same floating "
+            "type: the dtype passed to init_state."
         )
 
 
 def checked_state_type(dtype: DType) -> jnp.dtype:
-    """The state's type. Raises TypeError for one that is not floating, or float64 without JAX's 64-bit mode."""
+    """The state's type. Raises TypeError if it is not floating, or if it is float64 without JAX's 64-bit mode."""
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"the state's type is {jnp.dtype(dtype)}, but it must be a floating one, such as float32.")
+        raise TypeError(f"dtype is {jnp.dtype(dtype)}, but it must be a floating type, such as float32.")
     if jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise TypeError('a float64 state needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True).')
+        raise TypeError('dtype is float64, which needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True).')
     return jnp.dtype(dtype)
 
 

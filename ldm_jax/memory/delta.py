@@ -1,4 +1,4 @@
-"""The delta rule, `M <- lambda M + beta (v - lambda M k) k'`: what the regression is compared with."""
+"""The delta rule, `M <- lambda M + beta (v - lambda M k) k'`: a baseline for the regression."""
 
 from ldm_jax.memory.observation import Observation, checked_arguments
 from ldm_jax.memory.products import combine, outer
@@ -19,9 +19,9 @@ DELTA = WriteRule(start_without_covariance, _write)
 def delta_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> State:
     """`M <- lambda M + beta (v - lambda M k) k'`; `P` is returned unchanged.
 
-    One gradient step on the newest observation's squared error. Importance is a step size here: with keys of unit
-    length it must lie in [0, 1]; a larger one overshoots, and one of 2 or more diverges on a repeated key. This is not
-    checked. One token, one group. Shapes and errors as in `rls_correction`.
+    One gradient step on the squared error of the newest observation, with importance as the step size. For keys of unit
+    length it should lie in [0, 1]: larger steps overshoot, and steps of 2 or more diverge if a key repeats. This is
+    not checked. One token, one group. Shapes and errors as in `rls_correction`.
     """
     memory, inverse_covariance, obs = checked_arguments(memory, inverse_covariance, obs)
     after, _ = _write(MemoryState(memory.T, None), obs)

@@ -1,7 +1,6 @@
-"""What earlier layers have left for later ones: an append-only cache along depth.
+"""An append-only cache along depth: entries of earlier layers, read by later ones.
 
-Undoing an append needs nothing that was saved, so a backward pass that walks down the layers keeps one cache and not
-one for each layer.
+An append can be undone without a residual, so a reversible backward pass holds one cache instead of one per layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,32 +12,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 ByDepth = Sequence[Array] | Array
-"""One array for each entry: a sequence from a `GrowingCache`, a leading axis from a `StackedCache`."""
+"""One array per entry: a sequence for a `GrowingCache`, a leading axis for a `StackedCache`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GrowingCache:
-    """Entries as a tuple that grows: for layers applied by a Python loop. Nothing but what was written is read."""
+    """Entries in a tuple that grows with every append: for layers applied by a Python loop."""
 
     entries: tuple[Any, ...] = ()
 
     def append(self, entry: Any) -> "GrowingCache":
-        """The cache with one more entry, a pytree of arrays."""
+        """Appends an entry, a pytree of arrays."""
         return GrowingCache((*self.entries, entry))
 
     def without_last(self) -> "GrowingCache":
-        """The cache before the last append."""
+        """Undoes the last append."""
         return GrowingCache(self.entries[:-1])
 
     def stacked(self, part: Callable[[Any], Array], unwritten: float) -> Float[Array, "N ..."]:
-        """A part of every entry, with a leading depth axis."""
-        del unwritten  # there is none here
+        """`part(entry)` of every entry, with a leading depth axis."""
+        del unwritten  # every entry is written
         return jnp.stack([part(entry) for entry in self.entries])
 
     def each(self, function: Callable[..., Array], *by_depth: ByDepth, unwritten: float = 0.0) -> ByDepth:
-        """`function(entry, ...)` of every entry."""
-        del unwritten  # there is none here
+        """`function(entry, ...)` for every entry."""
+        del unwritten  # every entry is written
         return [function(entry, *others) for entry, *others in zip(self.entries, *by_depth, strict=True)]
 
     def weighted_sum(self, weights: ByDepth, part: Callable[[Any], Array]) -> Float[Array, "*shape width"]:
@@ -50,7 +49,7 @@ class GrowingCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StackedCache:
-    """Entries with a leading depth axis of fixed length, of which the first `count` were written: for a scan."""
+    """Entries in arrays with a leading depth axis of fixed length, the first `count` of them written: for a scan."""
 
     entries: Any
     count: Any
@@ -58,34 +57,34 @@ class StackedCache:
 
     @classmethod
     def empty(cls, length: int, entry: Any) -> "StackedCache":
-        """Room for `length` entries of the shapes and types of this one."""
+        """An empty cache for up to `length` entries with the shapes and types of `entry`."""
         room = jax.tree.map(lambda leaf: jnp.zeros((length, *jnp.shape(leaf)), jnp.result_type(leaf)), entry)
         return cls(room, jnp.zeros((), jnp.int32))
 
     def append(self, entry: Any, *, when: Any = True) -> "StackedCache":
-        """The cache with one more entry, if `when`. More than its length are not kept; that is not checked."""
+        """Appends an entry if `when` is true. The cache must not be full, which is not checked."""
         put = lambda room, leaf: jax.lax.dynamic_update_index_in_dim(room, leaf.astype(room.dtype), self.count, 0)  # noqa: E731
-        # What lies past `count` is never looked at, so it may lie there.
+        # Written also if `when` is false: entries past `count` are never read.
         return StackedCache(jax.tree.map(put, self.entries, entry), self.count + jnp.asarray(when, jnp.int32))
 
     def without_last(self, *, when: Any = True) -> "StackedCache":
-        """The cache before an append with this `when`."""
+        """Undoes an append with this `when`."""
         return StackedCache(self.entries, self.count - jnp.asarray(when, jnp.int32))
 
     def stacked(self, part: Callable[[Any], Array], unwritten: float) -> Float[Array, "N ..."]:
-        """A part of every entry, with a leading depth axis; `unwritten` where there is no entry yet."""
+        """`part(entry)` of every entry, with a leading depth axis; `unwritten` for entries not yet written."""
         array = part(self.entries)
         return jnp.where(self._written(array), array, unwritten)
 
     def each(self, function: Callable[..., Array], *by_depth: ByDepth, unwritten: float = 0.0) -> ByDepth:
-        """`function(entry, ...)` of every entry, `unwritten` where there is none yet."""
+        """`function(entry, ...)` for every entry; `unwritten` for entries not yet written."""
         results = jax.vmap(function)(self.entries, *by_depth)
         return jnp.where(self._written(results), results, unwritten)
 
     def weighted_sum(self, weights: ByDepth, part: Callable[[Any], Array]) -> Float[Array, "*shape width"]:
         """The sum over the entries of `weight[..., None] * part(entry)`, in the weights' type.
 
-        The weights must be 0 where there is no entry yet, as those from `each` are.
+        The weights of entries not yet written must be 0, as those from `each` are.
         """
         weights = jnp.asarray(weights)
         return jnp.sum(weights[..., None] * part(self.entries).astype(weights.dtype), axis=0)

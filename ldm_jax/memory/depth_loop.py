@@ -1,4 +1,4 @@
-"""Observations in, final state out: the scan over observations that are all given beforehand."""
+"""The final state of a depth memory, by a scan over given observations."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from ldm_jax.memory.observation import Observation, checked_observations
 from ldm_jax.memory.rls import init_state, rls_write
 from ldm_jax.typing import Init, ScalarLike
 
-Write = Callable[[Array, Array, Observation], tuple[Array, Array]]
+WriteFunction = Callable[[Array, Array, Observation], tuple[Array, Array]]
 
 
 def depth_memory_loop(
@@ -17,26 +17,26 @@ def depth_memory_loop(
     value_dim: int,
     key_dim: int,
     alpha: ScalarLike,
-    write: Write = rls_write,
+    write: WriteFunction = rls_write,
     init: Init = init_state,
 ) -> tuple[Array, Array]:
-    """The state after all observations: `write` carried over the depth axis by `jax.lax.scan`, from `init`.
+    """The state after all observations: a `jax.lax.scan` of `write` over the depth axis, starting from `init`.
 
     Args:
         observations: key `[N, K]`, value `[N, V]`, forgetting and importance `[N]`; N may be 0.
         value_dim: V.
         key_dim: K.
-        alpha: one over the ridge, positive.
-        write: `rls_write`, or one with its signature: `sqrt_rls_write` (with `init=sqrt_init_state`),
+        alpha: inverse of the ridge, positive.
+        write: a function with the signature of `rls_write`: `sqrt_rls_write` (with `init=sqrt_init_state`),
             `additive_write`, `delta_write`, or your own.
-        init: `(value_dim, key_dim, alpha) -> (M, P)`. The state keeps its type: for a float64 state pass
+        init: `(value_dim, key_dim, alpha) -> (M, P)`. It determines the state's type: for a float64 state pass
             `functools.partial(init_state, dtype=jnp.float64)`.
 
     Returns:
         M `[V, K]` and P `[K, K]` (the factor S for the square root).
 
     Raises:
-        ValueError: a wrong shape; outside a trace, inadmissible forgetting, importance or alpha.
+        ValueError: a wrong shape; or, for concrete values, forgetting, importance or alpha out of range.
     """
     observations, values, keys = checked_observations(observations)
     if (values, keys) != (value_dim, key_dim):

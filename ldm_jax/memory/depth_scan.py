@@ -1,7 +1,7 @@
-"""One scan over stacked layers, with three backward modes.
+"""A scan over stacked layers with three backward modes.
 
-The state of a depth memory is K times as wide as the stream. Plain differentiation saves it at every layer; instead it
-can be computed again, or restored from the later state by undoing the layer's writes.
+The state of a depth memory is K times as wide as the stream. Plain differentiation saves the state of every layer. It
+can instead be computed again, or restored from the state after the layer by undoing the layer's writes.
 """
 
 import enum
@@ -18,10 +18,10 @@ Undo = Callable[[Any, Any, Any], Any]
 
 
 class Backward(enum.StrEnum):
-    """What is saved of each layer for the backward pass.
+    """What is saved for the backward pass of each layer.
 
-    stored: everything it needs. remat: the state before the layer; the rest is computed again. reversible: the layer's
-    residual; the state before the layer is restored from the later one, and the rest is computed again.
+    stored: all intermediate values. remat: the state before the layer; the layer is computed again. reversible: the
+    layer's residual; the state before the layer is restored from the state after it, and the layer is computed again.
     """
 
     STORED = "stored"
@@ -39,33 +39,35 @@ def depth_scan(
     scan: bool = True,
     policy: Callable[..., bool] | None = None,
 ) -> Any:
-    """The state after all layers: `state, _ = step(layer, state)` for each layer in turn.
+    """The state after all layers: `state, _ = step(layer, state)` for each layer in order.
 
-    With `reversible` the backward pass goes down the layers: `undo` gives the state before each layer, the step is
-    computed again, and the cotangent is pulled back through it. Only the final state and the steps' residuals are saved,
-    so memory grows with depth by the residuals, whatever the state's size. `undo` need not return the very bits: the
-    gradient is that of the step at the state which it returns.
+    With `reversible`, the backward pass visits the layers in reverse order. For each layer, `undo` restores the state
+    before it, the step is computed again, and the cotangent is pulled back through it. Only the final state and the
+    residuals are saved, so memory grows with depth by the residuals alone. `undo` need not be exact to the bit: the
+    gradient is that of the step at the state that `undo` returns.
 
-    Composes with `jit`, `vmap`, `grad`, sharded arrays and itself; arrays that `step` closes over are differentiated,
-    too, those of `undo` have no part in the gradient; integers have none. Inside `jax.shard_map`, `reversible` needs
-    `check_vma=False`. JAX has no forward mode through it (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): use `remat`.
+    Composes with `jit`, `vmap`, `grad`, sharded arrays and itself. Arrays that `step` closes over are differentiated;
+    arrays that `undo` closes over, and integers, have zero gradients. Inside `jax.shard_map`, `reversible` needs
+    `check_vma=False`. `reversible` does not support forward-mode differentiation (`jax.jvp`, `jax.jacfwd`,
+    `jax.linearize`); `remat` does.
 
     Args:
-        step: `(layer, state) -> (state, residual)`. The state is a pytree of arrays that keeps its structure, shapes and
-            types (unless `scan` is false); `residual` is a pytree of arrays, ignored but for `reversible`.
-        state: before the first layer.
+        step: `(layer, state) -> (state, residual)`. The state is a pytree of arrays whose structure, shapes and types
+            do not change (they may if `scan` is false). `residual` is a pytree of arrays; only `reversible` uses it.
+        state: the state before the first layer.
         layers: a pytree of arrays with a leading depth axis.
-        backward: how the backward pass has the state of every layer.
-        undo: `(layer, state after, residual) -> state before`; for `reversible`.
-        scan: one `jax.lax.scan`, compiled once for all layers, instead of a Python loop.
-        policy: what `remat` saves nevertheless (`jax.checkpoint_policies`).
+        backward: what is saved for the backward pass.
+        undo: `(layer, state after, residual) -> state before`. Required by `reversible`.
+        scan: use a `jax.lax.scan`, which compiles one layer, instead of a Python loop.
+        policy: what `remat` saves in addition to the states (`jax.checkpoint_policies`).
 
     Raises:
-        ValueError: no such way; `reversible` without `undo`, or one that returns another structure, shape or type.
-        TypeError: forward-mode differentiation through `reversible`, where JAX lets us see it.
+        ValueError: `backward` is not a mode; `reversible` without `undo`, or with an `undo` that returns another
+            structure, shape or type.
+        TypeError: forward-mode differentiation of `reversible`, where JAX reports it during tracing.
 
-    Source: reversible networks (Gomez et al., arXiv 1707.04585) compute earlier states from later ones, too; what a
-    write keeps so that it can be undone is ours.
+    Source: reversible networks (Gomez et al., arXiv 1707.04585) restore earlier states from later ones. The residual of
+    a write is ours.
     """
     if backward not in list(Backward):
         raise ValueError(f"backward is {backward!r}, but it must be one of {', '.join(Backward)}.")
@@ -79,7 +81,7 @@ def depth_scan(
             return _forward(lambda layer, state: (body(layer, state), None), state, layers, scan)[0]
         case Backward.REVERSIBLE:
             if undo is None:
-                raise ValueError("backward is reversible, but there is no undo: pass one, or take remat.")
+                raise ValueError("backward is reversible, but undo is None: pass undo, or use backward=remat.")
             run = _scan_reversible if scan else _loop_reversible
             try:
                 return run(step, undo, state, layers)
@@ -87,19 +89,19 @@ def depth_scan(
                 if "forward-mode" not in str(error):
                     raise
                 raise TypeError(
-                    "backward is reversible, which has no forward-mode differentiation (jvp, jacfwd, linearize): take "
-                    "backward=remat (mixer.backward in a config), or reverse mode."
+                    "backward is reversible, which does not support forward-mode differentiation (jvp, jacfwd, "
+                    "linearize): use backward=remat (mixer.backward in a config), or reverse mode."
                 ) from error
 
 
 def depth_map(step: Step, state: Any, layers: Any, *, scan: bool = True) -> tuple[Any, Any]:
-    """The state after all layers, and what every step gave beside it, stacked over depth: for decoding."""
+    """The state after all layers, and the second output of every step, stacked over depth: for decoding."""
     state, each = _forward(step, state, layers, scan)
     return state, each if scan else jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
 
 def _forward(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]:
-    """The final state and the residuals: stacked by a scan, a list without one."""
+    """The final state and the residuals, which are stacked if `scan` is true and a list otherwise."""
     if scan:
         return jax.lax.scan(lambda state, layer: step(layer, state), state, layers)
     residual = []
@@ -110,14 +112,14 @@ def _forward(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]
 
 
 def _unstacked(layers: Any) -> list[Any]:
-    # lax.split and not indexing: its gradient is one concatenation.
+    # The gradient of lax.split is one concatenation; that of indexing is one scatter per layer.
     leaves, tree = jax.tree.flatten(layers)
     by_leaf = [jax.lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
     return [jax.tree.unflatten(tree, [part[0] for part in parts]) for parts in zip(*by_leaf, strict=True)]
 
 
 def _scan_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
-    """`reversible` over a `jax.lax.scan`: its backward pass is a scan, too, and is compiled once."""
+    """`reversible` by a `jax.lax.scan`. The backward pass is also a scan, so that it compiles one layer."""
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
     run_step, step_arrays, (_, residual) = _explicit(step, layer, state)
     run_undo, undo_arrays, before = _explicit(undo, layer, state, residual)
@@ -137,7 +139,7 @@ def _scan_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
         def down(carry: Any, each: Any) -> tuple[Any, Any]:
             state, cotangent, total = carry
             layer, residual = each
-            # Without the barrier a TPU undoes the writes anew for every use of the state, and holds on to more.
+            # Without the barrier, XLA for TPUs undoes the writes again for every use of the state, using more memory.
             state = jax.lax.optimization_barrier(run_undo(arrays[1], layer, state, residual))
             of_arrays, of_layer, cotangent = _pull_step(run_step, arrays[0], layer, state, cotangent)
             return (state, cotangent, jax.tree.map(jnp.add, total, of_arrays)), of_layer
@@ -153,16 +155,16 @@ def _scan_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
 
 
 def _loop_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
-    """`reversible` over a Python loop: the state may change its structure from layer to layer (a cache that grows)."""
+    """`reversible` by a Python loop: the structure of the state may change between layers (a growing cache)."""
     each = _unstacked(layers)
     steps, undos, shapes = [], [], state
     for layer in each:
         before = shapes
         run_step, arrays, (shapes, residual) = _explicit(step, layer, before)
         steps.append((run_step, arrays))
-        run_undo, arrays, undone = _explicit(undo, layer, shapes, residual)
+        run_undo, arrays, restored = _explicit(undo, layer, shapes, residual)
         undos.append((run_undo, arrays))
-        _check_state_before(undone, before)
+        _check_state_before(restored, before)
 
     @jax.custom_vjp
     def run(arrays: Any, layers: Any, state: Any) -> Any:
@@ -181,7 +183,7 @@ def _loop_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
         for (step, _), (undo, _), constants, layer, residual in reversed(
             list(zip(steps, undos, arrays, layers, residuals, strict=True))
         ):
-            # The barrier keeps the compiler from finding that the step was computed before, and saving all of it.
+            # Without the barrier, common-subexpression elimination would save and reuse the values of the forward pass.
             state, residual, cotangent = jax.lax.optimization_barrier((state, residual, cotangent))
             state = undo(constants[1], layer, state, residual)
             of_constants, of_layer, cotangent = _pull_step(step, constants[0], layer, state, cotangent)
@@ -193,18 +195,21 @@ def _loop_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     return run([(a, b) for (_, a), (_, b) in zip(steps, undos, strict=True)], each, state)
 
 
-def _check_state_before(undone: Any, before: Any) -> None:
-    """Raises ValueError unless `undo` returns what the step was given, in structure, shapes and types."""
-    of = lambda tree: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)  # noqa: E731
-    found, expected = of(undone), of(before)
+def _check_state_before(restored: Any, before: Any) -> None:
+    """Raises ValueError unless `undo` returns the structure, shapes and types of the state before the step."""
+    types = lambda tree: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)  # noqa: E731
+    found, expected = types(restored), types(before)
     if found != expected:
-        raise ValueError(f"undo returns {found}, but the state before the step is {expected}: it must return the same.")
+        raise ValueError(
+            f"undo returns {found}, but the state before the step is {expected}: return the same structure, shapes and "
+            "types."
+        )
 
 
 def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any], Any]:
-    """The function with the arrays that it closes over as a first argument; those arrays; the shapes of its result.
+    """The function with its closed-over arrays as an explicit first argument, those arrays, and its output's shapes.
 
-    A custom derivative knows nothing of what a function closes over: masks, positions, parameters of elsewhere.
+    `jax.custom_vjp` does not support closed-over traced arrays, such as masks, positions and other parameters.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*examples)
     tree = jax.tree.structure(shapes)
@@ -218,7 +223,7 @@ def _explicit(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..
 def _pull_step(
     step: Callable[..., Any], arrays: Any, layer: Any, state: Any, cotangent: list[Any]
 ) -> tuple[Any, Any, Any]:
-    """The cotangents of a step's arrays, layer and state, without those of integers, from that of its state after."""
+    """The cotangents of a step's closed-over arrays, layer and state, from that of its output; without integers."""
     arguments = (arrays, layer, state)
 
     def floats_after(*floats: list[Any]) -> list[Any]:
@@ -241,7 +246,7 @@ def _replaced(tree: Any, floats: list[Any]) -> Any:
 
 
 def _with_rest(tree: Any, floats: list[Any] | None) -> Any:
-    """The cotangent of a tree: that of its floating leaves (None: zero), and what JAX wants for the others."""
+    """The cotangent of a tree from those of its floating leaves (None: zeros); other leaves get float0 zeros."""
     floats = [jnp.zeros_like(leaf) for leaf in _differentiable(tree)] if floats is None else floats
     nothing = jax.tree.map(lambda leaf: leaf if _is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0), tree)
     remaining = iter(floats)

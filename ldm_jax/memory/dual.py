@@ -1,9 +1,9 @@
-"""The read without the memory: a weighted sum of the values observed so far.
+"""The dual form of a read: a weighted sum of the observed values, without the memory `M`.
 
-`M q = sum_i c_i v_i` with `c_i = (prod_{j>i} lambda_j) beta_i k_i'(P q)`. Only `P` is carried; the values are kept as
-they are. The weights `c_i` say how much every earlier layer contributes to a read.
+`M q = sum_i c_i v_i` with `c_i = (prod_{j>i} lambda_j) beta_i k_i'(P q)`. The state is `P` and a cache of the
+observations. The weight `c_i` is the contribution of layer `i` to a read.
 
-`dual_read` and `dual_weights` are for one token and one group; `Dual` is the form that a model carries.
+`dual_read` and `dual_weights` take one token and one group. `Dual` is the form for models.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from ldm_jax.typing import DType, InverseCovarianceLike, KeyLike, Value
 
 
 def discounts(forgetting: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
-    """How much is left of each observation: `prod_{j>i} lambda_j`, the forgetting of all that came after it."""
+    """The discount of each observation `i`: `prod_{j>i} lambda_j`, the product of the forgetting of later ones."""
     after = jnp.concatenate([forgetting[1:], jnp.ones_like(forgetting[:1])])
     return jnp.cumprod(after[::-1], axis=0)[::-1]
 
@@ -34,13 +34,13 @@ def dual_weights(
     """The weight of every observation in a read: `c_i = (prod_{j>i} lambda_j) beta_i k_i'(P q)`.
 
     Args:
-        inverse_covariance: P `[K, K]` after all the observations, as `rls_write` leaves it; the identity for the
-            additive memory.
+        inverse_covariance: P `[K, K]` after all observations, as returned by `rls_write`; the identity for the additive
+            memory.
         query: `[K]`.
-        observations: key `[N, K]`, value `[N, V]`, forgetting and importance `[N]`; the values are not looked at.
+        observations: key `[N, K]`, value `[N, V]`, forgetting and importance `[N]`; the values are not used.
 
     Raises:
-        ValueError: a wrong shape; outside a trace, inadmissible forgetting or importance.
+        ValueError: a wrong shape; or, for concrete values, forgetting or importance out of range.
     """
     observations, _, key_dim = checked_observations(observations)
     checks.check_shape("the query", query, (key_dim,), "K")
@@ -61,7 +61,7 @@ def dual_read(
 
 
 class DualState(NamedTuple):
-    """The covariance, and the observations so far, their values in the compute type."""
+    """The covariance, and the cache of observations with values in the compute type."""
 
     covariance: Covariance | None
     observations: DepthCache
@@ -69,17 +69,17 @@ class DualState(NamedTuple):
 
 @dataclass(frozen=True)
 class Dual:
-    """The form that carries the covariance and a cache of observations: the memory's numbers without the memory."""
+    """The dual form: carries the covariance and a cache of the observations. Its reads are those of `Recurrent`."""
 
     rule: WriteRule
     shape: MemoryShape
     depth: int | None = None
-    """Number of observations, where a `jax.lax.scan` carries the state; None: the cache grows."""
+    """Number of observations, if the state is carried by a `jax.lax.scan`; None: the cache grows."""
     dtype: DType = jnp.float32
-    """Of the cached values."""
+    """Type of the cached values."""
 
     def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> DualState:
-        """The state before the first write."""
+        """The state before the first write, or after the write of observation 0."""
         groups, value_dim, key_dim = self.shape
         cache = GrowingCache()
         if self.depth is not None:
@@ -90,34 +90,34 @@ class Dual:
         return state if first is None else self.write(state, first)[0]
 
     def weights(self, state: DualState, query: Float[Array, "*tokens G K"]) -> ByDepth:
-        """The weight of every observation in a read, each `[*tokens, G]`; 0 where there is none yet."""
-        left = discounts(state.observations.stacked(lambda entry: entry.forgetting, 1.0))
+        """The weight of every observation in a read, each `[*tokens, G]`; 0 for entries not yet written."""
+        discount_of_each = discounts(state.observations.stacked(lambda entry: entry.forgetting, 1.0))
         projected = query
         if self.rule.covariance is not None:
             projected = over_tokens(self.rule.covariance.project, query.ndim - 1)(state.covariance, query)
 
-        def weight(entry: Observation, left: Float[Array, " G"]) -> Float[Array, "*tokens G"]:
-            return left * entry.importance * jnp.sum(entry.key * projected, axis=-1)
+        def weight(entry: Observation, discount: Float[Array, " G"]) -> Float[Array, "*tokens G"]:
+            return discount * entry.importance * jnp.sum(entry.key * projected, axis=-1)
 
-        return state.observations.each(weight, left)
+        return state.observations.each(weight, discount_of_each)
 
     def read(
         self, state: DualState, query: Float[Array, "*tokens G K"]
     ) -> tuple[Float[Array, "*tokens G V"], DualState]:
-        """`sum_i c_i v_i`, summed in float32, 0 before the first write; the state is unchanged."""
+        """`sum_i c_i v_i`, summed in float32; 0 before the first write. The state is unchanged."""
         if isinstance(state.observations, GrowingCache) and not state.observations.entries:
             return jnp.zeros((*query.shape[:-1], self.shape.value_dim), query.dtype), state
         total = state.observations.weighted_sum(self.weights(state, query), lambda entry: entry.value)
-        # Fused with what follows, a TPU would write out every weight, broadcast to the width of its value.
+        # Without the barrier, XLA for TPUs materialises every weight, broadcast to the width of its value.
         return jax.lax.optimization_barrier(total), state
 
     def write(self, state: DualState, observation: Observation) -> tuple[DualState, Gain | None]:
-        """The state after an observation of every token and group, and its gain."""
+        """The state after an observation of every token and group, and the gain."""
         covariance, gain = state.covariance, None
         if covariance is not None:
             covariance, gain = observe_keys(self.rule, covariance, observation)
         key, value, forgetting, importance = observation
-        shared = forgetting.reshape(-1, forgetting.shape[-1])[0]  # the same for all tokens
+        shared = forgetting.reshape(-1, forgetting.shape[-1])[0]  # forgetting is the same for all tokens
         entry = Observation(key, value, shared, importance)
         return DualState(covariance, state.observations.append(entry)), gain
 

@@ -1,7 +1,8 @@
-"""A write and the next read in one pass over the memory.
+"""The fused form: a write and the next read in one pass over the memory.
 
-On an accelerator a depth memory costs what it moves: `M` is K times as wide as the stream. Written and then read by two
-operations it is moved three times; here twice, and in the backward pass three times.
+On an accelerator the cost of a depth memory is its HBM traffic: `M` is K times as wide as the stream. A write and a
+read by separate operations move `M` three times. The fused operation moves it twice, and three times in the backward
+pass.
 """
 
 import functools
@@ -29,29 +30,29 @@ def write_read(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "K *tokens D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
-    """A rank-one write, then a read, of every token and group:
+    """A rank-one write followed by a read, for every token and group:
 
-        e = v - M k,    M <- M + e g',    y = M q
+        e = v - M k,    M <- M + e (g u)',    y = M q
 
-    With `g = (beta/s) P k` it is the RLS write. Compiled for a TPU it is one kernel; elsewhere plain JAX with the same
-    numbers. The compiler does not split the kernel over devices: shard tokens and groups by `jax.shard_map`, with
-    `check_vma=False`. It has no forward mode and no second derivative.
+    With `g u = (beta/s) P k` it is the RLS write. On TPUs it is one kernel; on other platforms it is plain JAX with the
+    same results. XLA does not partition the kernel: to shard tokens and groups, use `jax.shard_map` with
+    `check_vma=False`. Forward-mode and second derivatives are not supported.
 
     Args:
-        memory: `M` of all groups side by side, K first, so that the widest axis is the last.
-        key: `k`; cast to the memory's type, as gain and query.
-        gain: `g`.
-        value: `v` of all groups side by side, in any floating type.
+        memory: `M` of all groups, concatenated along D; the K axis is first, so that the widest axis is last.
+        key: `k`. Key, gain and query are cast to the memory's type.
+        gain: `g u`.
+        value: `v` of all groups, concatenated along D; any floating type.
         query: `q`.
-        interpret: run the kernel on any machine, slowly, as Pallas interprets it.
+        interpret: run the kernel in Pallas's interpreter, which is slow and works on every platform.
 
     Returns:
-        The memory; the error `e`, in the memory's type, with no gradient of its own; the readout `y`, in the value's
-        type.
+        The memory after the write; the error `e` in the memory's type, whose cotangent is ignored; and the readout `y`
+        in the value's type.
 
     Raises:
-        ValueError: shapes that do not belong together.
-        TypeError: a value that is not floating.
+        ValueError: the shapes do not match.
+        TypeError: the value is not floating.
     """
     _check(memory, value, key=key, gain=gain, query=query)
     key, gain, query = (keys.astype(memory.dtype) for keys in (key, gain, query))
@@ -65,12 +66,12 @@ def write_read(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _write_read(m: Array, key: Array, gain: Array, value: Array, query: Array, interpret: bool) -> tuple[Array, ...]:
-    """Of M `[K, tokens, D]`, keys `[G, K, tokens]` and values `[tokens, D]`."""
+    """`write_read` with M `[K, tokens, D]`, keys `[G, K, tokens]` and values `[tokens, D]`."""
     return _choose(write_read_kernel, _write_read_plain, interpret)(m, key, gain, value, query)
 
 
 def _forward(m: Array, key: Array, gain: Array, value: Array, query: Array, interpret: bool) -> tuple[Any, Any]:
-    # Not into M's own place: M is still needed, so the compiler would copy it first.
+    # Not in place: M is saved for the backward pass, so XLA would copy it first.
     kernel = functools.partial(write_read_kernel, in_place=False)
     after, error, readout = _choose(kernel, _write_read_plain, interpret)(m, key, gain, value, query)
     return (after, error, readout), (m, key, gain, query, error)
@@ -98,9 +99,9 @@ def undo_write(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "K *tokens D"], Float[Array, "*tokens D"]]:
-    """What `write_read` was given, from what it returned: `M <- M - e g'`, and the value `v = e + M k`.
+    """The inverse of `write_read`: the memory before the write, `M <- M - e (g u)'`, and the value `v = e + M k`.
 
-    Arguments and errors as there. No derivative.
+    Arguments and errors as in `write_read`. It is not differentiable.
     """
     _check(memory, error, key=key, gain=gain)
     key, gain, error = (array.astype(memory.dtype) for array in (key, gain, error))
@@ -113,7 +114,7 @@ def undo_write(
 
 def _check(memory: Array, value: Array, **all_keys: Array) -> None:
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"the value is {value.dtype}, but it must be floating.")
+        raise TypeError(f"the value is {value.dtype}, but it must have a floating type.")
     if memory.shape[1:] != value.shape or memory.ndim < 2:
         raise ValueError(
             f"the memory has shape {memory.shape} and the value {value.shape}, but they must be [K, *tokens, D] and "
@@ -125,8 +126,8 @@ def _check(memory: Array, value: Array, **all_keys: Array) -> None:
         if keys.shape != (*tokens, groups, key_dim) or keys.shape != all_keys["key"].shape or width % max(groups, 1):
             raise ValueError(
                 f"the {name} has shape {keys.shape}, but for a memory of shape {memory.shape} it must be "
-                f"[*tokens, G, K] with tokens {tuple(tokens)}, K {key_dim}, and a G that divides D {width}, the same "
-                "for all keys."
+                f"[*tokens, G, K] with tokens {tuple(tokens)}, K {key_dim}, and a G that divides D {width} and is the "
+                "same for key, gain and query."
             )
 
 
@@ -134,12 +135,12 @@ def _by_group(keys: Float[Array, "*tokens G K"]) -> Float[Array, "G K all_tokens
     return jnp.moveaxis(keys.reshape(-1, *keys.shape[-2:]), 0, -1)
 
 
-# Plain JAX, over [K, tokens, G, V].
+# Plain JAX implementations. Arrays are reshaped to [K, tokens, G, V].
 
 
 def _write_read_plain(m: Array, key: Array, gain: Array, value: Array, query: Array) -> tuple[Array, ...]:
     grouped = functools.partial(_grouped, groups=len(key))
-    before, k, g, q = grouped(m), *map(_spread, (key, gain, query))
+    before, k, g, q = grouped(m), *map(_broadcastable, (key, gain, query))
     error = grouped(value).astype(m.dtype) - jnp.sum(k * before, axis=0)
     after = before + g * error
     readout = jnp.sum(q * after, axis=0).astype(value.dtype)
@@ -150,7 +151,7 @@ def _pull_plain(
     m: Array, key: Array, gain: Array, query: Array, error: Array, of_after: Array, of_readout: Array
 ) -> tuple[Array, ...]:
     grouped = functools.partial(_grouped, groups=len(key))
-    before, k, g, q, e = grouped(m), *map(_spread, (key, gain, query)), grouped(error)
+    before, k, g, q, e = grouped(m), *map(_broadcastable, (key, gain, query)), grouped(error)
     of_y = grouped(of_readout).astype(m.dtype)
     of_after = grouped(of_after) + q * of_y
     of_e = jnp.sum(g * of_after, axis=0)
@@ -162,20 +163,20 @@ def _pull_plain(
 
 def _undo_plain(m: Array, key: Array, gain: Array, error: Array) -> tuple[Array, Array]:
     e = _grouped(error, len(key))
-    before = _grouped(m, len(key)) - _spread(gain) * e
-    return before.reshape(m.shape), (e + jnp.sum(_spread(key) * before, axis=0)).reshape(error.shape)
+    before = _grouped(m, len(key)) - _broadcastable(gain) * e
+    return before.reshape(m.shape), (e + jnp.sum(_broadcastable(key) * before, axis=0)).reshape(error.shape)
 
 
 def _grouped(x: Array, groups: int) -> Array:
     return x.reshape(*x.shape[:-1], groups, -1)
 
 
-def _spread(key: Array) -> Array:
+def _broadcastable(key: Float[Array, "G K tokens"]) -> Float[Array, "K tokens G 1"]:
     return key.transpose(1, 2, 0)[..., None]
 
 
 class DeferredWrite(NamedTuple):
-    """A write `M <- M + (v - M k) (g u)'` of all groups side by side, still to be done."""
+    """A write `M <- M + (v - M k) (g u)'` of all groups that has not been applied to the memory yet."""
 
     key: Float[Array, "*tokens G K"]
     gain: Float[Array, "*tokens G K"]
@@ -184,8 +185,8 @@ class DeferredWrite(NamedTuple):
     """In the compute type."""
 
 
-class DoneWrite(NamedTuple):
-    """The same write once it is done: what undoing it needs."""
+class AppliedWrite(NamedTuple):
+    """A deferred write after it has been applied: its residual."""
 
     key: Float[Array, "*tokens G K"]
     gain: Float[Array, "*tokens G K"]
@@ -193,39 +194,40 @@ class DoneWrite(NamedTuple):
 
 
 class FusedState(NamedTuple):
-    """The memory before the last observation, and the covariance after it; float32.
+    """The memory before the last observation, the covariance after it, and the deferred write; float32.
 
-    Between a read and the next write, the memory is that after the observation, and the last write is done.
+    Between a read and the next write the last write has been applied: the memory is that after the observation.
     """
 
     memory: Float[Array, "K *tokens D"]
     covariance: Covariance
-    last_write: DeferredWrite | DoneWrite
+    last_write: DeferredWrite | AppliedWrite
 
 
 class FusedResidual(NamedTuple):
-    """What undoing a read and the write after it needs: the write that the read did, and the write's own gain."""
+    """The residual of a read and the write after it: the write that the read applied, and the gain of the new write."""
 
-    done: DoneWrite
+    applied: AppliedWrite
     gain: Gain
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The form that defers every write to the next read, which does both by `write_read`; for the regressions.
+    """The fused form: every write is deferred to the next read, which does both by `write_read`. For regressions only.
 
-    The numbers are those of `Recurrent`. A write to a state that was not read since the last one does that one first.
+    The results are those of `Recurrent`. A write that follows a write without a read between them first applies the
+    deferred one.
     """
 
     rule: WriteRule
     shape: MemoryShape
     dtype: DType = jnp.float32
-    """Of the deferred values."""
+    """Type of the deferred values."""
     on_devices: Callable[..., Any] = lambda kernel, *arguments: kernel(*arguments)
-    """Runs a kernel on every device's own tokens and groups; without a mesh, as it is."""
+    """Runs a kernel on each device's shard of tokens and groups; the default is for one device."""
 
     def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> FusedState:
-        """The state before the first write, or with the write of observation 0 deferred."""
+        """The state before the first write, or with a deferred write of observation 0."""
         groups, value_dim, key_dim = self.shape
         memory = jnp.zeros((key_dim, *tokens, groups * value_dim))
         covariance = start_covariance(self.rule, self.shape, tokens, alpha)
@@ -238,25 +240,28 @@ class Fused:
     def read(
         self, state: FusedState, query: Float[Array, "*tokens G K"]
     ) -> tuple[Float[Array, "*tokens G V"], FusedState]:
-        """`M q` after the deferred write, and the state in which that write is done."""
-        if isinstance(state.last_write, DoneWrite):
-            raise ValueError("the last write is already done: the form fused allows one read between two writes.")
+        """`M q` after the deferred write, and the state with that write applied."""
+        if isinstance(state.last_write, AppliedWrite):
+            raise ValueError(
+                "the state has been read since the last write, but the form fused allows one read between two writes: "
+                "use the form recurrent to read more often."
+            )
         key, gain, value = state.last_write
         memory, error, readout = self.on_devices(write_read, state.memory, key, gain, value, query)
         readout = readout.reshape(*query.shape[:-1], self.shape.value_dim)
-        return readout, FusedState(memory, state.covariance, DoneWrite(key, gain, error))
+        return readout, FusedState(memory, state.covariance, AppliedWrite(key, gain, error))
 
     def write(self, state: FusedState, observation: Observation) -> tuple[FusedState, FusedResidual]:
-        """The observation enters the covariance now, and the memory at the next read."""
+        """Updates the covariance, and defers the update of the memory to the next read."""
         if isinstance(state.last_write, DeferredWrite):
             _, state = self.read(state, jnp.zeros_like(state.last_write.key))
-        assert isinstance(state.last_write, DoneWrite)
+        assert isinstance(state.last_write, AppliedWrite)
         after, gain = self._defer(state.memory, state.covariance, observation)
         return after, FusedResidual(state.last_write, gain)
 
     def undo(self, state: FusedState, residual: FusedResidual) -> FusedState:
-        """The state before the read, from that after the write."""
-        rule, (key, gain, error) = self.rule.covariance, residual.done
+        """The state before the read, from the state after the write."""
+        rule, (key, gain, error) = self.rule.covariance, residual.applied
         assert rule is not None
         covariance = over_tokens(rule.retreat, residual.gain.size.ndim)(state.covariance, residual.gain)
         memory, value = self.on_devices(undo_write, state.memory, key, gain, error)

@@ -1,4 +1,4 @@
-"""What a layer tells the memory."""
+"""The observation that a layer writes to a depth memory."""
 
 from typing import NamedTuple
 
@@ -12,29 +12,29 @@ from ldm_jax.typing import DType, InverseCovariance, InverseCovarianceLike, Memo
 
 
 class Observation(NamedTuple):
-    """A key, the value to be found under it, and how much both count: what one layer writes.
+    """What one layer writes: a value, the key under which it is stored, and their weights.
 
-    Constructing one checks nothing, so `Observation(0, 0, None, 0)` serves as `in_axes`.
+    The constructor checks nothing, so `Observation(0, 0, None, 0)` can be used as `in_axes`.
     """
 
     key: Float[Array, "... K"]
-    """`[K]`, any length."""
+    """`k` `[K]`; it need not have unit length."""
     value: Float[Array, "... V"]
-    """`[V]`, the layer's output (a group's part of it)."""
+    """`v` `[V]`: the layer's output, or one group of it."""
     forgetting: Float[Array, "..."]
-    """`lambda` in (0, 1]: what everything observed before, and the ridge, is multiplied by."""
+    """`lambda` in (0, 1]: multiplies the weights of all earlier observations and of the ridge."""
     importance: Float[Array, "..."]
     """`beta >= 0`: the weight of this observation's squared error."""
 
     def astype(self, dtype: DType) -> "Observation":
-        """The same numbers in another type."""
+        """Casts all parts to a type."""
         return Observation(*(jnp.asarray(part, dtype) for part in self))
 
 
 def checked_arguments(
     memory: MemoryLike, inverse_covariance: InverseCovarianceLike, observation: Observation
 ) -> tuple[Memory, InverseCovariance, Observation]:
-    """A write's arguments as arrays of the state's type, their shapes (and numbers, where at hand) checked."""
+    """Checks a write's arguments and casts them to arrays of the state's type."""
     checks.check_state(memory, inverse_covariance)
     memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
     value_dim, key_dim = memory.shape
@@ -49,7 +49,7 @@ def checked_arguments(
 
 
 def checked_observations(observations: Observation) -> tuple[Observation, int, int]:
-    """Observations with a leading depth axis as arrays, checked; with them V and K."""
+    """Checks observations with a leading depth axis and casts them to arrays. Also returns V and K."""
     key, value, forgetting, importance = observations
     if np.ndim(key) != 2 or np.ndim(value) != 2:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""The products that a write and a read are made of, with derivatives that compile to the same products.
+"""Matrix-vector products and outer products with custom derivatives, of which writes and reads consist.
 
-What JAX derives for a batch of small matrix-vector products is a batch of matrix products of inner dimension 1, which
-are written to memory before they are added to anything. Here every tangent is written so that its transpose is an
-elementwise outer product, which the compiler fuses into the sum that it belongs to, and so that nothing of a matrix's
-size is saved for the backward pass but the matrix itself.
+JAX's derivative of a batch of small matrix-vector products is a batch of matmuls with inner dimension 1, whose results
+are materialised before they are accumulated. Here the tangents are written such that their transposes are elementwise
+outer products, which XLA fuses into the accumulation, and such that no array of the matrix's size except the matrix is
+saved for the backward pass.
 
-All products carry `precision=HIGHEST`: TPUs and GPUs round float32 inputs of a product unless told otherwise.
+All matmuls use `precision=HIGHEST`, because TPUs and GPUs round float32 operands by default.
 """
 
 import jax
@@ -19,7 +19,7 @@ def _matmul(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "...
 
 @jax.custom_jvp
 def combine(weights: Float[Array, " K"], rows: Float[Array, "K V"]) -> Float[Array, " V"]:
-    """`sum_i weights_i rows_i`: a memory `M'` read by a query."""
+    """`sum_i weights_i rows_i`, such as a read of the memory `M'` with a query as weights."""
     return _matmul(weights, rows)
 
 
@@ -45,9 +45,9 @@ def _outer_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> t
 
 @jax.custom_jvp
 def apply_symmetric(matrix: Float[Array, "K K"], vector: Float[Array, " K"]) -> Float[Array, " K"]:
-    """`P k` of a symmetric `P`, whose cotangent is `(y k' + k y') / 2`, symmetric to the bit.
+    """`P k` for a symmetric `P`, with the cotangent `(y k' + k y') / 2` for `P`, which is symmetric to the bit.
 
-    With the plain cotangent `y k'` an antisymmetric part would accumulate on the way back through the writes.
+    With the plain cotangent `y k'`, an antisymmetric part would accumulate in the backward pass through the writes.
     """
     return _matmul(matrix, vector)
 
@@ -62,7 +62,7 @@ def _apply_symmetric_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Ar
 
 @jax.custom_jvp
 def scaled_square(scale: Float[Array, ""], vector: Float[Array, " K"]) -> Float[Array, "K K"]:
-    """`g u u'`, symmetric to the bit: `(g u) u'` is not, and writes of it diverge."""
+    """`g (u u')`, symmetric to the bit. `(g u) u'` is not, and writes that use it diverge."""
     return scale * (vector[:, None] * vector[None, :])
 
 
@@ -74,5 +74,5 @@ def _scaled_square_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Arra
 
 
 def _column_times_row(a: Float[Array, " K"], b: Float[Array, " V"]) -> Float[Array, "K V"]:
-    # As a product and not elementwise: its transpose is then a matrix-vector product.
+    # A matmul instead of an elementwise product, so that its transpose is a matrix-vector product.
     return _matmul(a[:, None], b[None, :])

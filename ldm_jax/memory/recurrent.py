@@ -1,7 +1,7 @@
-"""Depth memories of many tokens and groups at once, and the recurrent form: the memory itself is carried.
+"""The interface of a form, and the recurrent form, which carries the memory.
 
-A form is what carries the memories of all tokens and groups from layer to layer: `Recurrent` here, `dual.Dual`, and
-`fused.Fused`. All three have the same numbers. Arrays are `[*tokens, G, ...]`; a form is `jax.vmap` of a `WriteRule`.
+A form represents the memories of all tokens and groups between layers. There are three: `Recurrent`, `dual.Dual` and
+`fused.Fused`. They compute the same reads. Arrays are `[*tokens, G, ...]`; a form is a `jax.vmap` of a `WriteRule`.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from ldm_jax.memory.observation import Observation
 from ldm_jax.memory.write import Covariance, MemoryState, WriteRule
 
 Alpha = float | Float[Array, ""] | Float[Array, " G"]
-"""One over the ridge: of all groups, or of each."""
+"""Inverse of the ridge: one for all groups, or one per group."""
 
 
 class MemoryShape(NamedTuple):
-    """Of one token's memory."""
+    """The shape of one token's memory."""
 
     groups: int
     """G."""
@@ -32,28 +32,28 @@ class MemoryShape(NamedTuple):
 
 
 @runtime_checkable
-class Form(Protocol):
-    """What carries a depth memory from layer to layer."""
+class MemoryForm(Protocol):
+    """A form of a depth memory."""
 
     def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> Any:
-        """The float32 state before the first write, or after the write of observation 0, if one is given."""
+        """The float32 state before the first write, or after the write of observation 0 if `first` is given."""
         ...
 
     def read(self, state: Any, query: Float[Array, "*tokens G K"]) -> tuple[Float[Array, "*tokens G V"], Any]:
-        """`M q` of every token and group, and the state after it: the same, but for a form that defers writes."""
+        """`M q` of every token and group, and the state after the read, which differs if the form defers writes."""
         ...
 
     def write(self, state: Any, observation: Observation) -> tuple[Any, Any]:
-        """The state after an observation of every token and group, and what `undo` needs beside it."""
+        """The state after an observation of every token and group, and the residual for `undo`."""
         ...
 
     def undo(self, state: Any, residual: Any) -> Any:
-        """The state before a read and the write after it, from the state after them."""
+        """The state before a read and the write that followed it, from the state after the write."""
         ...
 
 
 def over_tokens(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
-    """`jax.vmap` over that many leading axes."""
+    """`jax.vmap` over the leading `axes` axes."""
     for _ in range(axes):
         function = jax.vmap(function)
     return function
@@ -61,13 +61,13 @@ def over_tokens(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Carries `M'` and the covariance, a `MemoryState` with leading axes `[*tokens, G]`."""
+    """The recurrent form: carries `M'` and the covariance, a `MemoryState` with leading axes `[*tokens, G]`."""
 
     rule: WriteRule
     shape: MemoryShape
 
     def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> MemoryState:
-        """The state before the first write."""
+        """The state before the first write, or after the write of observation 0."""
         _, value_dim, key_dim = self.shape
         start = lambda alpha: self.rule.start(value_dim, key_dim, alpha, jnp.float32)  # noqa: E731
         state = start_everywhere(start, tokens, self.shape.groups, alpha)
@@ -76,7 +76,7 @@ class Recurrent:
     def read(
         self, state: MemoryState, query: Float[Array, "*tokens G K"]
     ) -> tuple[Float[Array, "*tokens G V"], MemoryState]:
-        """`M q`; the state is unchanged."""
+        """`M q`. The state is unchanged."""
         return over_tokens(write.read, query.ndim - 1)(state, query), state
 
     def write(self, state: MemoryState, observation: Observation) -> tuple[MemoryState, Any]:
@@ -87,18 +87,18 @@ class Recurrent:
     def undo(self, state: MemoryState, residual: Any) -> MemoryState:
         """The state before a write."""
         if self.rule.undo is None:
-            raise ValueError("the writes additive and delta have no undo: set backward to remat or stored.")
+            raise ValueError("the writes additive and delta cannot be undone: set backward to remat or stored.")
         return over_tokens(self.rule.undo, residual.gain.size.ndim)(state, residual)
 
 
 def start_everywhere(start: Callable[[Any], Any], tokens: tuple[int, ...], groups: int, alpha: Alpha) -> Any:
-    """`start(alpha)` of every token and group, in float32."""
+    """`start(alpha)` for every token and group, in float32."""
     state = jax.vmap(start)(jnp.broadcast_to(jnp.asarray(alpha, jnp.float32), (groups,)))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*tokens, *leaf.shape)), state)
 
 
 def start_covariance(rule: WriteRule, shape: MemoryShape, tokens: tuple[int, ...], alpha: Alpha) -> Covariance | None:
-    """The covariance before the first observation, of every token and group; None for a write without one."""
+    """The covariance of every token and group before the first observation; None for writes without a covariance."""
     parts = rule.covariance
     if parts is None:
         return None
@@ -107,7 +107,7 @@ def start_covariance(rule: WriteRule, shape: MemoryShape, tokens: tuple[int, ...
 
 
 def observe_keys(rule: WriteRule, covariance: Covariance, observation: Observation) -> tuple[Covariance, write.Gain]:
-    """The covariance after an observation of every token and group, and the gain; values are not used."""
+    """The covariance after an observation of every token and group, and the gain. The values are not used."""
     parts = rule.covariance
     assert parts is not None
 

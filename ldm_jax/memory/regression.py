@@ -1,10 +1,10 @@
-"""The regression that a depth memory solves, and its solution in one batch: the oracle for every write.
+"""The regression that a depth memory solves, and its batch solution: the reference for every write.
 
 With observations `i = 0..l`, key `k_i`, value `v_i`, forgetting `lambda_i` and importance `beta_i`:
 
     J(M) = sum_i (prod_{j>i} lambda_j) beta_i |v_i - M k_i|^2  +  (prod_j lambda_j) / alpha |M|^2
 
-The ridge is discounted by the same products as the observations: the weighted ridge. One token, one group.
+The ridge is discounted like the observations. One token, one group.
 """
 
 import jax
@@ -17,9 +17,9 @@ from ldm_jax.typing import MemoryLike, Scalar, ScalarLike, State
 
 
 def _weights(observations: Observation, alpha: ScalarLike) -> tuple[Float[Array, " N"], Scalar]:
-    """The weight of each observation's squared error `[N]`, and of `|M|^2` `[]`; alpha and N are checked."""
+    """The weights of the squared errors `[N]` and of `|M|^2` `[]`. Checks alpha and N."""
     if observations.forgetting.size < 1:
-        raise ValueError("there are no observations, but the regression needs at least one.")
+        raise ValueError("the number of observations is 0, but it must be at least 1.")
     dtype = observations.forgetting.dtype
     checks.check_alpha(alpha, dtype)
     later = jnp.cumprod(observations.forgetting[::-1])[::-1]  # prod_{j >= i}
@@ -28,15 +28,15 @@ def _weights(observations: Observation, alpha: ScalarLike) -> tuple[Float[Array,
 
 
 def regression_objective(memory: MemoryLike, observations: Observation, alpha: ScalarLike) -> Scalar:
-    """`J(M)`: the discounted, weighted squared error of the memory plus the discounted ridge.
+    """`J(M)`: the discounted, weighted squared error of the memory, plus the discounted ridge.
 
     Args:
         memory: M `[V, K]`.
         observations: key `[N, K]`, value `[N, V]`, forgetting and importance `[N]`, N >= 1.
-        alpha: one over the ridge, positive.
+        alpha: inverse of the ridge, positive.
 
     Raises:
-        ValueError: a wrong shape; outside a trace, inadmissible forgetting, importance or alpha.
+        ValueError: a wrong shape; or, for concrete values, forgetting, importance or alpha out of range.
     """
     observations, value_dim, key_dim = checked_observations(observations)
     checks.check_shape("the memory", memory, (value_dim, key_dim), "V, K")
@@ -52,9 +52,11 @@ def solve_depth_regression(observations: Observation, alpha: ScalarLike) -> Stat
 
         A = sum_i w_i k_i k_i' + w I        M = (sum_i w_i v_i k_i') A^-1        P = A^-1
 
-    with the weights of `J`. Differentiable; in the observations' type, at least float32 (give it
-    float64 to use it as an oracle).
-    Returns `M` `[V, K]` and `P` `[K, K]`. Arguments and errors as in `regression_objective`.
+    with the weights of `J`. It is differentiable, and computed in the observations' type, at least float32; pass
+    float64 observations to use it as a reference. Arguments and errors as in `regression_objective`.
+
+    Returns:
+        M `[V, K]` and P `[K, K]`.
     """
     observations, _, key_dim = checked_observations(observations)
     weights, ridge = _weights(observations, alpha)

@@ -1,10 +1,10 @@
-"""Recursive least squares (RLS): the depth regression kept solved, one observation at a time.
+"""Recursive least squares (RLS): solves the depth regression recursively, one observation at a time.
 
-The arithmetic is `RLS`, written for the state `MemoryState`. The functions below it are the same arithmetic for a
-memory `M` `[V, K]` and an inverse covariance `P` `[K, K]`, with checked arguments. One token, one group: groups, tokens
-and batch are `jax.vmap` over these functions. All is computed in the type of the state.
+`RLS` is the arithmetic, for a `MemoryState`. The public functions apply it to a memory `M` `[V, K]` and an inverse
+covariance `P` `[K, K]`, and check their arguments. They take one token and one group: use `jax.vmap` for groups, tokens
+and batch. Everything is computed in the type of the state.
 
-Source: Haykin, Adaptive Filter Theory, chapter on RLS; here with importance, and with the ridge discounted, too.
+Source: Haykin, Adaptive Filter Theory, chapter on RLS; extended by importance and by the discount of the ridge.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def _start(key_dim: int, alpha: ScalarLike, dtype: DType) -> Covariance:
 
 
 def _gain(covariance: Covariance, observation: Observation) -> Gain:
-    """`u = P k`, `w = beta / discount`, `g = w / (1 + w k'u)`. Forgetting enters the write here, through `w`."""
+    """`u = P k`, `w = beta / (discount lambda)`, `g = w / (1 + w k'u)`. Forgetting enters the write through `w`."""
     matrix, discount = covariance
     scale = rebase(discount) ** 2
     weight = observation.importance / (scale * discount * observation.forgetting)
@@ -53,14 +53,14 @@ def _gain(covariance: Covariance, observation: Observation) -> Gain:
 
 
 def _advance(covariance: Covariance, gain: Gain, forgetting: Scalar) -> Covariance:
-    """`P - g u u'`, symmetric to the bit; the discount times lambda."""
+    """`P - g u u'`, symmetric to the bit, and the discount times lambda."""
     scale = rebase(covariance.discount) ** 2
     matrix = scale * covariance.matrix - scaled_square(gain.size, gain.direction)
     return Covariance(matrix, scale * covariance.discount * forgetting)
 
 
 def _retreat(covariance: Covariance, gain: Gain) -> Covariance:
-    """`P + g u u'`: what `_advance` was given."""
+    """`P + g u u'`, and the earlier discount: the inverse of `_advance`."""
     matrix = covariance.matrix + scaled_square(gain.size, gain.direction)
     return Covariance(matrix / rebase(gain.discount) ** 2, gain.discount)
 
@@ -73,14 +73,14 @@ RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project
 
 
 class Correction(NamedTuple):
-    """`(e, u, s)`: all that a write computes from the state, and all that is needed to undo it."""
+    """`(e, u, s)`: what a write computes from the state, and the residual that is needed to undo it."""
 
     error: Value
-    """`e = v - M k`, the prediction error against the memory before the write."""
+    """`e = v - M k`, the prediction error of the memory before the write."""
     projected_key: Key
     """`u = P k`."""
     innovation: Scalar
-    """`s = lambda + beta k'u`, positive: the innovation's variance in units of the noise."""
+    """`s = lambda + beta k'u`, positive: the variance of the innovation in units of the noise."""
 
 
 def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
@@ -89,12 +89,12 @@ def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = j
     Args:
         value_dim: V, at least 1.
         key_dim: K, at least 1.
-        alpha: one over the ridge, positive; may be traced.
-        dtype: the floating type that the state keeps.
+        alpha: inverse of the ridge, positive; may be traced.
+        dtype: floating type of the state, which writes preserve.
 
     Raises:
-        ValueError: a width below 1, or alpha not positive and finite.
-        TypeError: a type that is not floating, or float64 while JAX's 64-bit mode is off.
+        ValueError: value_dim or key_dim is below 1, or alpha is not positive and finite.
+        TypeError: dtype is not floating, or is float64 while JAX's 64-bit mode is off.
     """
     dtype = checks.checked_state_type(dtype)
     checks.check_dims(value_dim, key_dim)
@@ -105,9 +105,9 @@ def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = j
 def _checked(
     memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation
 ) -> tuple[Memory, InverseCovariance, Observation]:
-    """The arguments as arrays of the state's type, and `(P + P') / 2`, which changes no bit of a symmetric `P`.
+    """The arguments as arrays of the state's type, with `P` replaced by `(P + P') / 2`.
 
-    It makes the cotangent of `P` symmetric whatever that of the later state is.
+    That changes no bit of a symmetric `P`, and makes its cotangent symmetric even if that of the state after is not.
     """
     memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
     return memory, (matrix + matrix.T) / 2, obs
@@ -122,8 +122,9 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
         obs: key `[K]`, value `[V]`, forgetting and importance `[]`; cast to the state's type.
 
     Raises:
-        ValueError: a wrong shape; outside a trace, forgetting outside (0, 1] or importance negative or not finite.
-        TypeError: M and P of different types.
+        ValueError: a wrong shape; or, for concrete values, forgetting outside (0, 1], or importance negative or not
+            finite.
+        TypeError: M and P have different types.
     """
     memory, matrix, obs = _checked(memory, inverse_covariance, obs)
     u = _gain(Covariance(matrix, jnp.ones_like(obs.forgetting)), obs).direction
@@ -150,7 +151,7 @@ def rls_undo(
 ) -> State:
     """The state before the write, from the state after it: `M - (beta/s) e u'` and `lambda P + (beta/s) u u'`.
 
-    It divides by nothing but `s >= lambda`. In float32 `P` comes back to about 1e-7 relative, `M` to about 1e-7 of
+    The only divisor is `s >= lambda`. In float32 the relative error of `P` is about 1e-7; that of `M` is about 1e-7 of
     the largest `|M|` over depth. Shapes and errors as in `rls_correction`.
     """
     memory, matrix, obs = _checked(memory, inverse_covariance, obs)
@@ -165,8 +166,8 @@ def rls_write(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs
         u = P k                    s = lambda + beta k'u            e = v - M k
         M <- M + (beta/s) e u'     P <- (P - (beta/s) u u') / lambda
 
-    After any number of writes `M` is the solution of `regression_objective`, as `solve_depth_regression` finds it in
-    one solve. `P` stays symmetric to the bit. Shapes and errors as in `rls_correction`.
+    After any number of writes `M` minimises `regression_objective`; `solve_depth_regression` computes the same
+    minimiser in one solve. `P` stays symmetric to the bit. Shapes and errors as in `rls_correction`.
     """
     return rls_apply(memory, inverse_covariance, rls_correction(memory, inverse_covariance, obs), obs)
 

@@ -1,8 +1,7 @@
-"""RLS in square-root form: carries `S` with `P = S S'`, for long or nearly collinear depth.
+"""RLS in square-root form: carries a factor `S` with `P = S S'`, for deep stacks and nearly collinear keys.
 
-`P` cannot lose symmetry or positive definiteness, because it is never formed. The arithmetic is `SQRT_RLS`, written for
-the state `MemoryState`; the functions below it take and give `S` where those of `rls` take and give `P`. One token, one
-group.
+`P` cannot lose symmetry or positive definiteness, because it is never formed. `SQRT_RLS` is the arithmetic, for a
+`MemoryState`. The public functions take and return `S` where those of `rls` take and return `P`. One token, one group.
 
 Source: Potter's square-root update (Bierman, Factorization Methods for Discrete Sequential Estimation), with
 forgetting and importance.
@@ -41,7 +40,7 @@ def _start(key_dim: int, alpha: ScalarLike, dtype: DType) -> Covariance:
 
 
 def _gain(covariance: Covariance, observation: Observation) -> Gain:
-    """`f = S'k`, `u = S f`, `w = beta / discount`, `s = 1 + w f'f`, `g = w / s`."""
+    """`f = S'k`, `u = S f`, `w = beta / (discount lambda)`, `s = 1 + w f'f`, `g = w / s`."""
     factor, discount = covariance
     scale = rebase(discount)
     weight = observation.importance / (scale**2 * discount * observation.forgetting)
@@ -56,14 +55,14 @@ def _step(weight: Scalar, s: Scalar) -> Scalar:
 
 
 def _advance(covariance: Covariance, gain: Gain, forgetting: Scalar) -> Covariance:
-    """`S - step u f'`; the discount times lambda."""
+    """`S - step u f'`, and the discount times lambda."""
     scale = rebase(covariance.discount)
     matrix = scale * covariance.matrix - _rank_one(gain)
     return Covariance(matrix, scale**2 * covariance.discount * forgetting)
 
 
 def _retreat(covariance: Covariance, gain: Gain) -> Covariance:
-    """`S + step u f'`: what `_advance` was given."""
+    """`S + step u f'`, and the earlier discount: the inverse of `_advance`."""
     return Covariance((covariance.matrix + _rank_one(gain)) / rebase(gain.discount), gain.discount)
 
 
@@ -89,7 +88,7 @@ def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DTyp
 
 
 def _gain_of(correction: Correction, factor_key: Key, obs: Observation) -> Gain:
-    """From the public correction, whose `s` is `lambda` times that of the arithmetic."""
+    """The gain from a public correction, whose `s` is `lambda` times that of `_gain`."""
     _, u, s = correction
     step = _step(obs.importance / obs.forgetting, s / obs.forgetting)
     return Gain(u, obs.importance / s, jnp.ones_like(obs.forgetting), FactorGain(factor_key, step))
@@ -98,7 +97,7 @@ def _gain_of(correction: Correction, factor_key: Key, obs: Observation) -> Gain:
 def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> Correction:
     """`e = v - M k`, `u = P k = S f` with `f = S'k`, and `s = lambda + beta f'f`.
 
-    Shapes and errors as in `rls_correction`, with S in the place of P.
+    Shapes and errors as in `rls_correction`, with S in place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
     gain = _gain(Covariance(factor, jnp.ones_like(obs.forgetting)), obs)
@@ -112,7 +111,7 @@ def sqrt_rls_apply(
 ) -> State:
     """The state after the write: `M + (beta/s) e u'` and `(S - beta u f' / (s + sqrt(s lambda))) / sqrt(lambda)`.
 
-    Shapes and errors as in `rls_correction`, with S in the place of P.
+    Shapes and errors as in `rls_correction`, with S in place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
     gain = _gain_of(correction, combine(obs.key, factor), obs)
@@ -124,9 +123,8 @@ def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction:
     """The state before the write, from the state after it: `M - (beta/s) e u'` and
     `sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))`.
 
-    The later factor gives `f = sqrt(s) S'k`, which amplifies its rounding by `sqrt(s / lambda)`.
-
-    Shapes and errors as in `rls_correction`, with S in the place of P.
+    `f = sqrt(s) S'k` is computed from the factor after the write, whose rounding error is amplified by
+    `sqrt(s / lambda)`. Shapes and errors as in `rls_correction`, with S in place of P.
     """
     memory, factor, obs = checked_arguments(memory, factor, obs)
     gain = _gain_of(correction, jnp.sqrt(correction.innovation) * combine(obs.key, factor), obs)
@@ -135,8 +133,8 @@ def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction:
 
 
 def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> State:
-    """One exact step of the depth regression on `(M, S)`; `M` equals that of `rls_write`, and `S S'` its `P`.
+    """One exact step of the depth regression on `(M, S)`. `M` and `S S'` equal `M` and `P` of `rls_write`.
 
-    Shapes and errors as in `rls_correction`, with S in the place of P.
+    Shapes and errors as in `rls_correction`, with S in place of P.
     """
     return sqrt_rls_apply(memory, factor, sqrt_rls_correction(memory, factor, obs), obs)

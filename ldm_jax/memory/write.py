@@ -1,8 +1,8 @@
-"""What every write has in common: its state, its interface, and the part of a regression's write that changes `M`.
+"""The interface of a write, its state, and the update of `M` that the two regressions share.
 
-A state is `M'` `[K, V]`, the memory transposed so that its wide axis is the last, and, for the two regressions, a
-covariance. The modules `rls`, `sqrt_rls`, `additive` and `delta` each define one `WriteRule`. One token, one group; the
-arithmetic is done in the type of the state and checks nothing.
+A state is `M'` `[K, V]`, the memory transposed so that its widest axis is last, and, for the regressions `rls` and
+`sqrt_rls`, a covariance. The modules `rls`, `sqrt_rls`, `additive` and `delta` each define a `WriteRule`, for one token
+and one group. Everything is computed in the type of the state; arguments are not checked.
 """
 
 from collections.abc import Callable
@@ -18,30 +18,30 @@ from ldm_jax.typing import DType, Key, Scalar, ScalarLike, Value
 
 
 class Covariance(NamedTuple):
-    """The inverse covariance of the keys, with forgetting kept beside it.
+    """The inverse covariance of the keys, scaled by the product of forgetting.
 
     `J_l / prod_{j<=l} lambda_j` is a ridge regression without forgetting whose weights are
-    `w_i = beta_i / prod_{j<=i} lambda_j`. So a write is a write with forgetting 1 and importance `w`: it leaves the
-    same `M`, and `P` times the product of forgetting. Nothing is divided by lambda, and `P` does not grow.
+    `w_i = beta_i / prod_{j<=i} lambda_j`. So every write is done with forgetting 1 and importance `w`, which results in
+    the same `M`, and in `P` times the product of forgetting. `P` is never divided by lambda, and it does not grow.
     """
 
     matrix: Float[Array, "*batch K K"]
     """`discount * P`; for the square root a factor `S` of it, `S S' = discount * P`."""
     discount: Float[Array, "*batch"]
-    """The product of forgetting so far, times what `rebase` multiplied it by."""
+    """The product of forgetting, times the factors applied by `rebase`."""
 
 
 class MemoryState(NamedTuple):
-    """What a write updates, float32 in a model whatever the compute type."""
+    """The state of a write; float32 in models, for every compute type."""
 
     memory: Float[Array, "*batch K V"]
     """`M'`."""
     covariance: Covariance | None
-    """None for the writes without one."""
+    """None for the writes additive and delta."""
 
 
 class FactorGain(NamedTuple):
-    """What the square root needs beside `u` and `g`: `S <- S - step u f'`."""
+    """The part of a gain that is specific to the square root: `S <- S - step u f'`."""
 
     key: Float[Array, "*batch K"]
     """`f = S'k`."""
@@ -50,20 +50,20 @@ class FactorGain(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """How an observation moves a regression's state: `M' <- M' + g u e'` and `P <- P - g u u'`."""
+    """The update of a regression's state by an observation: `M' <- M' + g u e'` and `P <- P - g u u'`."""
 
     direction: Float[Array, "*batch K"]
     """`u = P k`."""
     size: Float[Array, "*batch"]
     """`g = w / s` with `s = 1 + w k'u`."""
     discount: Float[Array, "*batch"]
-    """The covariance's, before the write."""
+    """The discount before the write."""
     factor: FactorGain | None = None
-    """Of the square root."""
+    """None except for the square root."""
 
 
 class Residual(NamedTuple):
-    """What undoing a regression's write needs beside the later state."""
+    """What a regression's write saves so that it can be undone from the state after it."""
 
     error: Float[Array, "*batch V"]
     """`e = v - M k`."""
@@ -71,35 +71,35 @@ class Residual(NamedTuple):
 
 
 class CovarianceRule(NamedTuple):
-    """The part of a regression's write that concerns the keys alone."""
+    """The part of a regression's write that depends on the keys only."""
 
     start: Callable[[int, ScalarLike, DType], Covariance]
     """`(key_dim, alpha, dtype) -> covariance` before the first observation."""
     gain: Callable[[Covariance, Observation], Gain]
-    """How an observation moves the state."""
+    """`(covariance, observation) -> gain`."""
     advance: Callable[[Covariance, Gain, Scalar], Covariance]
     """`(covariance, gain, forgetting) -> covariance` after the observation."""
     retreat: Callable[[Covariance, Gain], Covariance]
-    """The covariance before the observation, from that after it."""
+    """`(covariance after, gain) -> covariance` before the observation."""
     project: Callable[[Covariance, Key], Key]
-    """`P q`."""
+    """`(covariance, query) -> P q`."""
 
 
 class WriteRule(NamedTuple):
-    """One kind of write."""
+    """The arithmetic of a write."""
 
     start: Callable[[int, int, ScalarLike, DType], MemoryState]
     """`(value_dim, key_dim, alpha, dtype) -> state` before the first observation."""
     write: Callable[[MemoryState, Observation], tuple[MemoryState, Residual | None]]
-    """The state after an observation, and what undoing it needs."""
+    """`(state, observation) -> (state, residual)`."""
     undo: Callable[[MemoryState, Residual], MemoryState] | None = None
-    """The state before a write, from that after it; None where it would divide `M` by forgetting."""
+    """`(state after, residual) -> state` before the write; None if it would divide `M` by forgetting."""
     covariance: CovarianceRule | None = None
-    """Of the regressions."""
+    """None except for the regressions."""
 
 
 def start_without_covariance(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType) -> MemoryState:
-    """`M = 0`; these writes have no ridge."""
+    """`M = 0`, without a covariance. `alpha` is ignored."""
     del alpha
     return MemoryState(jnp.zeros((key_dim, value_dim), dtype), None)
 
@@ -110,7 +110,7 @@ def read(state: MemoryState, query: Key) -> Value:
 
 
 def regression_rule(rule: CovarianceRule) -> WriteRule:
-    """The write of a regression: `e = v - M k`, `M' <- M' + g u e'`, and the covariance by its own rule."""
+    """The write of a regression: `e = v - M k`, `M' <- M' + g u e'`, and the covariance updated by `rule`."""
 
     def start(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType) -> MemoryState:
         return MemoryState(jnp.zeros((key_dim, value_dim), dtype), rule.start(key_dim, alpha, dtype))
@@ -139,7 +139,7 @@ def add_error(memory: Float[Array, "K V"], gain: Gain, error: Value) -> Float[Ar
 
 
 def subtract_error(memory: Float[Array, "K V"], gain: Gain, error: Value) -> Float[Array, "K V"]:
-    """`M' - g u e'`: what `add_error` was given."""
+    """`M' - g u e'`: the inverse of `add_error`."""
     return memory - outer(gain.size * gain.direction, error)
 
 
@@ -147,10 +147,10 @@ SMALLEST_DISCOUNT = 2.0**-20
 
 
 def rebase(discount: Scalar) -> Scalar:
-    """A power of two `r`: 2^10 where the discount is below 2^-20, else 1.
+    """A power of two `r`: 2^10 if the discount is below 2^-20, else 1.
 
-    Multiplying `P` and the discount by `r^2` changes no digit of either and nothing of the regression; it keeps the
-    product of forgetting, and the weights `beta / discount`, in the range of float32 at any depth, for forgetting of at
-    least 1e-6.
+    Multiplying `P` and the discount by `r^2` is exact and does not change the regression. It keeps the product of
+    forgetting, and the weights `beta / discount`, in the range of float32 at every depth, if forgetting is at least
+    1e-6.
     """
     return jnp.where(jax.lax.stop_gradient(discount) < SMALLEST_DISCOUNT, 2.0**10, 1.0).astype(discount.dtype)

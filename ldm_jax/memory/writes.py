@@ -10,7 +10,7 @@ from ldm_jax.memory.write import WriteRule
 
 
 class Write(enum.StrEnum):
-    """How an observation enters the memory."""
+    """The kinds of writes."""
 
     RLS = "rls"
     SQRT_RLS = "sqrt_rls"
@@ -19,5 +19,5 @@ class Write(enum.StrEnum):
 
     @property
     def rule(self) -> WriteRule:
-        """Its arithmetic."""
+        """The arithmetic of the write."""
         return {Write.RLS: RLS, Write.SQRT_RLS: SQRT_RLS, Write.ADDITIVE: ADDITIVE, Write.DELTA: DELTA}[self]

@@ -1,6 +1,6 @@
-"""Depth mixers: how a sublayer's input is computed from what came before, and how its output is stored.
+"""Depth mixers: how a sublayer's input is computed from earlier outputs, and how its output is stored.
 
-To add one, see `README.md` beside this file.
+`README.md` in this directory describes how to add one.
 """
 
 from ldm_jax.memory.writes import Write

@@ -1,6 +1,6 @@
-"""Attention Residuals (AttnRes): every sublayer attends, along depth, to the outputs of the sublayers before it.
+"""Attention Residuals (AttnRes): every sublayer attends, along depth, to the outputs of all earlier sublayers.
 
-Source: Attention Residuals, arXiv 2603.15031. What the paper leaves open is marked "our choice".
+Source: Attention Residuals, arXiv 2603.15031. "Our choice" marks what the paper does not specify.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ldm_jax.mixers.mixer import Mixer, MixerOptions, MixerState, Place, Stack, 
 from ldm_jax.parameters import param
 from ldm_jax.typing import Hidden
 
-EPSILON = 1e-6  # of the keys' norm; our choice
+EPSILON = 1e-6  # in the RMS of the keys; our choice
 
 
 class DepthAttention(nnx.Module):
     """`sum_i a_i v_i` over sources `v_i` with `a = softmax_i(w . (gain * v_i / rms(v_i)))`, without `1/sqrt(D)`.
 
-    `w` is zero at the start, which makes the weights equal, and `gain` one. Scores and softmax are float32.
+    `w` is initialised to 0, which makes the weights equal, and `gain` to 1. Scores and softmax are float32.
     """
 
     def __init__(self, width: int):
@@ -30,30 +30,30 @@ class DepthAttention(nnx.Module):
         self.gain = param(jnp.ones((width,), jnp.float32))
 
     def score(self, source: Float[Array, "*tokens D"]) -> Float[Array, "*tokens"]:
-        """What softmax is taken of, for one source."""
+        """The score of one source, before the softmax."""
         source = at_least_float32(source)
         rms = jnp.sqrt(jnp.mean(source**2, axis=-1) + EPSILON)
         return jnp.sum(source * (self.query[...] * self.gain[...]), axis=-1) / rms
 
     def weights(self, sources: DepthCache) -> Float[Array, "N *tokens"]:
-        """`a`, of every source; 0 where there is none yet."""
+        """`a` for every source; 0 for sources not yet written."""
         return jax.nn.softmax(self._scores(sources), axis=0)
 
     def weights_with_partial(
         self, sources: DepthCache, partial: Float[Array, "*tokens D"], started: Any
     ) -> Float[Array, "N_and_partial *tokens"]:
-        """`a`, with a partial sum as the last source, whose weight is 0 unless its block has started."""
+        """`a` with a partial sum as the last source. Its weight is 0 unless its block has started."""
         last = jnp.where(started, self.score(partial), -jnp.inf)
         return jax.nn.softmax(jnp.concatenate([self._scores(sources), last[None]]), axis=0)
 
     def __call__(self, sources: DepthCache) -> Float[Array, "*tokens D"]:
-        """The sum over the sources, at least float32."""
+        """The weighted sum of the sources, at least float32."""
         return _sum(sources, self.weights(sources))
 
     def with_partial(
         self, sources: DepthCache, partial: Float[Array, "*tokens D"], started: Any
     ) -> Float[Array, "*tokens D"]:
-        """The sum over the sources and, if its block has started, a partial sum as one more."""
+        """The weighted sum of the sources, with a partial sum as the last source if its block has started."""
         weights = self.weights_with_partial(sources, partial, started)
         return _sum(sources, weights[:-1]) + weights[-1][..., None] * at_least_float32(partial)
 
@@ -67,15 +67,15 @@ def _sum(sources: DepthCache, weights: Float[Array, "N *tokens"]) -> Float[Array
 
 @dataclass(frozen=True)
 class AttnResConfig(MixerOptions):
-    """Options of the mixer attnres: none."""
+    """Options of the mixer attnres. There are none."""
 
     def with_weights(self) -> "AttnResConfig":
-        """Itself."""
+        """These options: the layers have `weights`."""
         return self
 
 
 class AttnResLayer(nnx.Module):
-    """Reads by attention over the embedding and all outputs so far; its output becomes one more source."""
+    """A sublayer that reads by attention over the embedding and all earlier outputs, and appends its output to them."""
 
     def __init__(self, options: AttnResConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
         del options, place, rngs
@@ -83,7 +83,7 @@ class AttnResLayer(nnx.Module):
         self.attention = DepthAttention(stack.width)
 
     def weights(self, state: MixerState) -> Float[Array, "N B T"]:
-        """`a`: what the embedding and every earlier sublayer contribute to a read."""
+        """`a`: the weights of the embedding and of every earlier output in a read."""
         return self.attention.weights(state.memory)
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
@@ -91,17 +91,17 @@ class AttnResLayer(nnx.Module):
         return self.attention(state.memory).astype(self.dtype), state
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
-        """One more source."""
+        """Appends the output to the sources."""
         return state._replace(memory=state.memory.append(output)), None
 
     def undo(self, memory: DepthCache, residual: None) -> DepthCache:
-        """The sources before a write."""
+        """Removes the last source."""
         del residual
         return memory.without_last()
 
 
 class AttnResEnds(nnx.Module):
-    """The first source is the embedding; the final norm is given one more read, with a query and gain of its own."""
+    """The first source is the embedding. The final norm's input is one more read, with a separate query and gain."""
 
     def __init__(self, options: AttnResConfig, stack: Stack, rngs: nnx.Rngs):
         del options, rngs
@@ -110,16 +110,16 @@ class AttnResEnds(nnx.Module):
         self.attention = DepthAttention(stack.width)
 
     def start(self, embedding: Hidden) -> MixerState:
-        """The embedding as the only source; there is no stream."""
+        """The embedding as the only source. There is no stream."""
         cache = GrowingCache() if self.sources is None else StackedCache.empty(self.sources, embedding)
         return MixerState((), cache.append(embedding))
 
     def weights(self, state: MixerState) -> Float[Array, "N B T"]:
-        """`a`, of the last read."""
+        """`a` of the last read."""
         return self.attention.weights(state.memory)
 
     def finish(self, state: MixerState) -> Hidden:
-        """The sum over all sources."""
+        """The weighted sum of all sources."""
         return self.attention(state.memory).astype(self.dtype)
 
 

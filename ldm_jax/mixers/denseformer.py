@@ -1,6 +1,6 @@
-"""DenseFormer: after a block, a weighted average over the outputs of all blocks so far.
+"""DenseFormer: the stream after a block is a weighted average of the outputs of all blocks so far.
 
-Source: DenseFormer, arXiv 2402.02622. "Block" is a transformer's: attention, then MLP.
+Source: DenseFormer, arXiv 2402.02622. A block is a transformer block: attention, then MLP.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class DenseFormerConfig(MixerOptions):
     """Options of the mixer denseformer."""
 
     dilation: int = 1
-    """k: block i averages over blocks i, i - k, i - 2k .."""
+    """k: block i averages over blocks i, i - k, i - 2k, ..."""
     period: int = 1
-    """p: only blocks p, 2p, .. (counted from 1) average; the others return their output unchanged."""
+    """p: only blocks p, 2p, ... (counted from 1) average; the others return their output unchanged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,10 +33,10 @@ class DenseFormerConfig(MixerOptions):
 
 
 class DenseFormerLayer(nnx.Module):
-    """The second sublayer of a block: `X_i = h + o`, then `h <- Y_i = sum_{j<=i} a_ij X_j`, `X_0` being the embedding.
+    """The second sublayer of a block: `X_i = h + o`, then `h <- Y_i = sum_{j<=i} a_ij X_j`; `X_0` is the embedding.
 
-    At the start `a_ii = 1` and the others 0, which is PreLN. The weights are float32. (The first sublayer of a block is
-    `PreLNLayer`.) The output of block `i`, counted from 0, is `X_{i + 1}`.
+    `a_ii` is initialised to 1 and the other weights to 0, which is PreLN. The weights are float32. The output of block
+    `i`, counted from 0, is `X_{i + 1}`. The first sublayer of a block is `PreLNLayer`.
     """
 
     def __init__(self, config: DenseFormerConfig, stack: Stack, place: Place):
@@ -48,7 +48,7 @@ class DenseFormerLayer(nnx.Module):
         return state.stream, state
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
-        """The stream plus the output becomes a source; the stream becomes the average over the sources."""
+        """Appends the stream plus the output to the sources. The new stream is the weighted average of the sources."""
         newest = state.stream + output
         outputs = state.memory.append(newest)
         if isinstance(outputs, GrowingCache):
@@ -62,7 +62,7 @@ class DenseFormerLayer(nnx.Module):
         return MixerState(stream, outputs), None
 
     def undo(self, memory: DepthCache, residual: None) -> DepthCache:
-        """The outputs before a write."""
+        """Removes the last source."""
         del residual
         return memory.without_last()
 
@@ -74,7 +74,7 @@ class DenseFormerLayer(nnx.Module):
         return jnp.sum(weights * at_least_float32(chosen_outputs), axis=0).astype(chosen_outputs.dtype)
 
     def _average_stacked(self, outputs: StackedCache) -> Hidden:
-        # Rows of k sources: block i uses one column, so only that is read.
+        # The sources are reshaped to rows of k. Block i averages over one column, so only that column is read.
         dilation, newest = self.config.dilation, outputs.count - 1
         length = len(outputs.entries)
         column = newest % dilation
@@ -88,16 +88,16 @@ class DenseFormerLayer(nnx.Module):
 
 
 class DenseFormerEnds(nnx.Module):
-    """The embedding is the first source; the last stream is returned."""
+    """The first source is the embedding. The final norm's input is the last stream."""
 
     def __init__(self, config: DenseFormerConfig, stack: Stack, rngs: nnx.Rngs):
         del rngs
-        # A whole number of rows of k sources: see `DenseFormerLayer`.
+        # Rounded up to a whole number of rows of k sources; see `DenseFormerLayer._average_stacked`.
         rows = -(-(stack.sublayers // 2 + 1) // config.dilation)
         self.sources = rows * config.dilation if stack.scanned else None
 
     def start(self, embedding: Hidden) -> MixerState:
-        """The embedding, as the stream and as the only source."""
+        """The embedding as the stream and as the only source."""
         cache = GrowingCache() if self.sources is None else StackedCache.empty(self.sources, embedding)
         return MixerState(embedding, cache.append(embedding))
 
@@ -107,7 +107,7 @@ class DenseFormerEnds(nnx.Module):
 
 
 def make_layer(config: DenseFormerConfig, stack: Stack, place: Place, rngs: nnx.Rngs) -> MixerLayer:
-    """Only a block's last sublayer averages."""
+    """A `DenseFormerLayer` for the last sublayer of a block, and a `PreLNLayer` for the first."""
     del rngs
     return DenseFormerLayer(config, stack, place) if place.last else PreLNLayer()
 

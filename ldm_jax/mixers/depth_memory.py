@@ -1,13 +1,13 @@
-"""A depth memory with its parameters: reader, writer and forgetting. Its mathematics is in `ldm_jax.memory`.
+"""A depth memory with its parameters: reader, writer and forgetting. The mathematics is in `ldm_jax.memory`.
 
-The memory is per token. Nothing here depends on more than one token, so causality is unaffected.
+The memory is per token, and nothing here mixes tokens, so causality is preserved.
 """
 
 import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +16,29 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ldm_jax.memory import Observation
-from ldm_jax.memory import recurrent as memory_form
 from ldm_jax.memory.dual import Dual, DualState
 from ldm_jax.memory.fused import Fused, FusedState
-from ldm_jax.memory.recurrent import MemoryShape, Recurrent
-from ldm_jax.memory.write import Covariance, MemoryState
+from ldm_jax.memory.recurrent import MemoryForm, MemoryShape, Recurrent
+from ldm_jax.memory.write import MemoryState
 from ldm_jax.memory.writes import Write
 from ldm_jax.mixers.mixer import MixerOptions
 from ldm_jax.parameters import linear, param
 from ldm_jax.sharding import Axis, constrain, partition
 from ldm_jax.typing import DType
 
-FORGETTING_START = 4.0  # theta; sigmoid(4) = .982
-FUSED_WIDTH = 128  # of a TPU's registers
-FUSED_SIZE = 8192  # K V of a group, which takes 64 MiB of on-chip memory; a v4 chip has room for 2048
+FORGETTING_START = 4.0  # initial theta; sigmoid(4) = .982
+FUSED_WIDTH = 128  # lanes of a TPU's vector register
+FUSED_SIZE = 8192  # largest K V of a group, for which the kernel uses 64 MiB of VMEM; a v4 chip has room for 2048
 
 AnyState = MemoryState | DualState | FusedState
 
 
 class Form(enum.StrEnum):
-    """recurrent: carry the memory. dual: carry its inverse covariance and the values. fused: as recurrent, but one
-    kernel does a write and the next read."""
+    """The forms of a depth memory.
+
+    recurrent: carry the memory. dual: carry the inverse covariance and the values. fused: as recurrent, with one kernel
+    for a write and the next read.
+    """
 
     RECURRENT = "recurrent"
     DUAL = "dual"
@@ -45,29 +47,29 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True)
 class DepthMemoryConfig(MixerOptions):
-    """A depth memory's options."""
+    """Options of a depth memory."""
 
     groups: int = 4
-    """G: the groups that the width is split into; each has its own memory, forgetting, gates and gain."""
+    """G: the number of groups of the width. Each has its own memory, forgetting, gates and gain."""
     key_dim: int = 8
     """K: width of keys and queries. The state is K times as wide as the stream."""
     latent_dim: int = 32
     """R: width of the latent from which keys and importance, or queries and gates, are computed."""
     alpha: float = 10.0
-    """One over the ridge of the regression."""
+    """Inverse of the ridge of the regression."""
     forgetting_floor: float | None = None
     """Lower bound of forgetting. None: 1e-3 ** (1 / sublayers), so that the ridge keeps 1e-3 of its weight."""
     unit_keys: bool = True
     """Scale keys and queries to unit length."""
     shared_key: bool = False
-    """One key for all groups instead of one for each."""
+    """Use one key for all groups instead of one per group."""
     initial_gain: float = 2.0
-    """The read's gain at the start. The read gate starts at one half."""
+    """Initial gain of reads. The read gate starts at one half."""
     write: Write = Write.RLS
-    """How an observation enters the memory."""
+    """The kind of write."""
     form: Form = Form.RECURRENT
-    """recurrent: carry the memory. dual: keep the values and sum them; moves less where depth is small and K large.
-    fused: as recurrent, a write and the next read being one Pallas kernel; for TPUs."""
+    """recurrent: carry the memory. dual: carry the values and sum them; less HBM traffic for shallow models with a
+    large K. fused: as recurrent, with one Pallas kernel for a write and the next read; for TPUs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,70 +77,74 @@ class DepthMemoryConfig(MixerOptions):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
         if not 1e-30 <= self.alpha <= 1e30:  # the state is float32
-            raise ValueError(f"alpha is {self.alpha}, but it must be positive, from 1e-30 to 1e30.")
+            raise ValueError(f"alpha is {self.alpha}, but it must lie in [1e-30, 1e30].")
         if not abs(self.initial_gain) < float("inf"):
             raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite.")
         if self.forgetting_floor is not None and not 1e-6 <= self.forgetting_floor <= 1:
             raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in [1e-6, 1].")
         if self.write is Write.DELTA and not self.unit_keys:
-            raise ValueError("write is delta, which diverges on long keys, but unit_keys is false: set it to true.")
+            raise ValueError(
+                "unit_keys is false, but write is delta, which diverges for keys longer than 1: set unit_keys to true."
+            )
         if self.write is Write.DELTA and self.form is Form.DUAL:
-            raise ValueError("form is dual, which the write delta does not have: set form to recurrent.")
+            raise ValueError("form is dual, but write is delta, which has no dual form: set form to recurrent.")
         if self.form is Form.FUSED and self.write.rule.covariance is None:
-            raise ValueError(f"form is fused, which the write {self.write} does not have: set form to recurrent.")
+            raise ValueError(
+                f"form is fused, but write is {self.write}, which has no fused form: set form to recurrent."
+            )
 
     @property
     def irreversible(self) -> str | None:
-        """The writes without an undo, unless the form keeps the values."""
+        """The writes additive and delta are irreversible, except in the form dual."""
         if self.form is Form.DUAL or self.write.rule.undo is not None:
             return None
         return f"the write {self.write} cannot be undone: it would divide by forgetting"
 
     def not_for_training_on(self, platform: str) -> str | None:
-        """The fused form's kernel is for TPUs."""
+        """The form fused is for TPUs only."""
         if self.form is not Form.FUSED or platform == "tpu":
             return None
         return (
-            f"form is fused, but JAX runs on {platform} here: its kernel is for TPUs. Set form to recurrent, which has "
+            f"form is fused, whose kernel is for TPUs, but JAX runs on {platform}: set form to recurrent, which has "
             "the same parameters and results."
         )
 
     @property
     def sharded_sizes(self) -> dict[str, tuple[Axis, int]]:
-        """Groups."""
+        """The groups."""
         return {"groups": (Axis.GROUPS, self.groups)}
 
     def check_width(self, width: int) -> None:
-        """Raises ValueError unless the groups divide the width, and the fused form's kernel takes them."""
+        """Raises ValueError unless groups divides the width, and the form fused supports the groups' width."""
         if width % self.groups:
             raise ValueError(f"groups is {self.groups}, which does not divide the width {width}.")
         value_dim = width // self.groups
         if self.form is Form.FUSED and (value_dim % FUSED_WIDTH or value_dim * self.key_dim > FUSED_SIZE):
             raise ValueError(
-                f"form is fused, whose kernel takes groups whose width is a multiple of {FUSED_WIDTH} and at most "
-                f"{FUSED_SIZE} / key_dim, but key_dim is {self.key_dim} and groups is {self.groups}, which makes "
-                f"groups {value_dim} of {width} wide: change groups, or set form to recurrent."
+                f"form is fused, which needs groups whose width is a multiple of {FUSED_WIDTH} and at most "
+                f"{FUSED_SIZE} / key_dim, but key_dim is {self.key_dim} and groups is {self.groups}, so that a group "
+                f"of the width {width} has width {value_dim}: change groups, or set form to recurrent."
             )
 
     def with_weights(self) -> "DepthMemoryConfig | None":
-        """The form dual, which the delta rule does not have."""
+        """The same options with the form dual; None for the write delta, which has no dual form."""
         return None if self.write is Write.DELTA else dataclasses.replace(self, form=Form.DUAL)
 
     def training_numbers(self, sublayers: int) -> float:
-        """An error and a value for each write; the memory and its cotangent, and what is computed from them."""
+        """An error and a value per write; the memory, its cotangent, and temporaries of their size."""
         return 2.0 * sublayers + 4 * self.key_dim
 
 
 def make_form(
     config: DepthMemoryConfig, width: int, *, depth: int | None = None, dtype: DType = jnp.float32
-) -> memory_form.Form:
+) -> MemoryForm:
     """The form that the options select.
 
     Args:
         config: the options.
         width: D.
-        depth: of the dual form, the number of writes, where a `jax.lax.scan` carries the state; None: the state grows.
-        dtype: of the values that the forms dual and fused keep.
+        depth: number of writes, for the form dual if the state is carried by a `jax.lax.scan`; None: the state grows.
+        dtype: type of the values that the forms dual and fused carry.
     """
     rule, shape = config.write.rule, MemoryShape(config.groups, width // config.groups, config.key_dim)
     match config.form:
@@ -151,17 +157,17 @@ def make_form(
 
 
 class DepthMemory(nnx.Module):
-    """One layer's reader, writer and forgetting, for use in any flax model; the caller carries the state.
+    """The reader, writer and forgetting of one layer, for use in any flax model. The caller carries the state.
 
         self.memory = DepthMemory(width, sublayers, rngs=rngs)          # in each layer
         x = h + self.memory.read(state, h)                              # the layer's input
         state = self.memory.write(state, output)                        # after the layer
 
-    The first state comes from `init_memory`. `sublayers` is the number of writes that a token will see, on which the
-    default floor of forgetting depends.
+    `init_memory` returns the first state. `sublayers` is the number of writes per token, which determines the default
+    floor of forgetting.
 
     Raises:
-        ValueError: a width that the groups do not divide, or no sublayer.
+        ValueError: the groups do not divide the width, or sublayers is below 1.
     """
 
     def __init__(
@@ -183,19 +189,19 @@ class DepthMemory(nnx.Module):
         self.forgetting = Forgetting(config.groups, floor)
 
     def read(self, state: AnyState, context: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
-        """`gain_g * gate_g * M_g q_g` over the groups, query and gate computed from the context `h`."""
+        """`gain_g * gate_g * M_g q_g` of every group; query and gate are computed from the context `h`."""
         return self.reader(state, context)[0]
 
     def recall(self, state: AnyState, context: Float[Array, "*tokens D"]) -> tuple[Float[Array, "*tokens D"], AnyState]:
-        """`read`, and the state for the next write: the same, but in the form fused the deferred write is done."""
+        """`read`, and the state for the next write. In the form fused, the deferred write has been applied to it."""
         return self.reader(state, context)
 
     def write(self, state: AnyState, output: Float[Array, "*tokens D"]) -> AnyState:
-        """The state after the observation of an output, whose key and importance are computed from it."""
+        """The state after writing an output; its key and importance are computed from it."""
         return self.record(state, output)[0]
 
     def record(self, state: AnyState, output: Float[Array, "*tokens D"]) -> tuple[AnyState, Any]:
-        """`write`, and the residual from which `undo` restores the state."""
+        """`write`, and the residual for `undo`."""
         check_memory(state, output, self.config)
         return make_form(self.config, self.width).write(state, self.writer(output, self.forgetting()))
 
@@ -216,25 +222,24 @@ def init_memory(
     depth: int | None = None,
     dtype: DType = jnp.float32,
 ) -> AnyState:
-    """The state before the first write, for an array of tokens: `tokens` is `(B, T)`, or any other leading shape.
+    """The state before the first write, for an array of tokens.
 
     Args:
-        tokens: the leading shape.
+        tokens: the leading shape, such as `(B, T)`.
         width: D.
         config: the options of the `DepthMemory`.
-        depth: of the dual form, the number of writes, where a `jax.lax.scan` carries the state; without it the state
-            grows from write to write.
-        dtype: of the values that the forms dual and fused keep.
+        depth: number of writes, for the form dual if the state is carried by a `jax.lax.scan`; None: the state grows.
+        dtype: type of the values that the forms dual and fused carry.
 
     Raises:
-        ValueError: a width that the groups do not divide.
+        ValueError: the groups do not divide the width.
     """
     config.check_width(width)
     return make_form(config, width, depth=depth, dtype=dtype).start(tokens, config.alpha)
 
 
 def check_memory(state: AnyState, x: Float[Array, "*tokens D"], config: DepthMemoryConfig) -> None:
-    """Raises ValueError unless the state is the one of these tokens, this width and these options."""
+    """Raises ValueError unless the state has the form and shape for these tokens, this width and these options."""
     tokens, width, key_dim = x.shape[:-1], x.shape[-1], config.key_dim
     grouped = (*tokens, config.groups)
     match state:
@@ -242,36 +247,36 @@ def check_memory(state: AnyState, x: Float[Array, "*tokens D"], config: DepthMem
             form, found, expected = Form.RECURRENT, state.memory.shape, (*grouped, key_dim, width // config.groups)
         case FusedState():
             form, found, expected = Form.FUSED, state.memory.shape, (key_dim, *tokens, width)
-        case DualState(covariance=None):  # the cache shows its shapes when it is used
+        case DualState(covariance=None):  # the shapes of the cache are checked where it is used
             form, found, expected = Form.DUAL, grouped, grouped
         case DualState():
-            covariance = cast(Covariance, state.covariance)
-            form, found, expected = Form.DUAL, covariance.matrix.shape, (*grouped, key_dim, key_dim)
+            assert state.covariance is not None
+            form, found, expected = Form.DUAL, state.covariance.matrix.shape, (*grouped, key_dim, key_dim)
     if form is not config.form or found != expected:
         raise ValueError(
             f"the memory has form {form} and shape {found}, but for tokens {tokens} of width {width} it must have form "
-            f"{config.form}, and in the form {form} the shape {expected}: start it with "
-            "init_memory(h.shape[:-1], width, config), the config of the DepthMemory."
+            f"{config.form}, and in form {form} the shape {expected}: use the state of "
+            "init_memory(h.shape[:-1], width, config) with the config of the DepthMemory."
         )
 
 
 class Forgetting(nnx.Module):
-    """`lambda = floor + (1 - floor) sigmoid(theta)`, `[G]`, float32, near 1 at the start."""
+    """`lambda = floor + (1 - floor) sigmoid(theta)`, `[G]`, float32; initially near 1."""
 
     def __init__(self, groups: int, floor: float):
         self.floor = floor
         self.theta = param(jnp.full((groups,), FORGETTING_START, jnp.float32), Axis.GROUPS)
 
     def __call__(self) -> Float[Array, " G"]:
-        """Forgetting of every group."""
+        """The forgetting of every group."""
         return self.floor + (1 - self.floor) * jax.nn.sigmoid(self.theta[...])
 
 
 class Reader(nnx.Module):
-    """Reads the memory: `gain_g * gate_g * M_g q_g`, query and gate from a latent `z = W n(h) + b` `[R]`.
+    """Reads the memory: `gain_g * gate_g * M_g q_g`, with query and gate from a latent `z = W n(h) + b` `[R]`.
 
-    `n` is RMSNorm without a scale of its own. The query has unit length if the config says so; `gate = sigmoid(.)`.
-    The latent's matmul is in the compute type; everything computed from the latent is float32.
+    `n` is RMSNorm without a learned scale. The query has unit length if `unit_keys` is true. The gate is a sigmoid. The
+    latent's matmul is in the compute type; everything computed from the latent is float32.
     """
 
     def __init__(self, width: int, config: DepthMemoryConfig, *, dtype: DType = jnp.float32, rngs: nnx.Rngs):
@@ -287,7 +292,7 @@ class Reader(nnx.Module):
     def __call__(
         self, state: AnyState, context: Float[Array, "*tokens D"]
     ) -> tuple[Float[Array, "*tokens D"], AnyState]:
-        """The readout for a context `h`, concatenated over the groups, in the context's type; the state after it."""
+        """The readout for a context `h`, concatenated over groups, in the context's type; and the state after it."""
         check_memory(state, context, self.config)
         query, scale = self.query_and_scale(context)
         values, state = make_form(self.config, context.shape[-1]).read(state, scale[..., None] * query)
@@ -296,7 +301,7 @@ class Reader(nnx.Module):
     def query_and_scale(
         self, context: Float[Array, "*tokens D"]
     ) -> tuple[Float[Array, "*tokens G K"], Float[Array, "*tokens G"]]:
-        """The query and the scale, gain times gate, of every group."""
+        """The query and the scale (gain times gate) of every group."""
         latent = self._latent_of(context)
         query = by_group(_keys(self.query(latent), self.config.groups, self.config))
         return query, self.gain[...] * jax.nn.sigmoid(self.gate(latent))
@@ -306,13 +311,13 @@ class Reader(nnx.Module):
         return jax.nn.sigmoid(self.gate(self._latent_of(context)))
 
     def weights(self, state: DualState, context: Float[Array, "*tokens D"]) -> Float[Array, "N *tokens G"]:
-        """The weight of every observation so far in a read, gain and gate included: the readout is the weighted sum.
+        """The weight of every observation in a read, gain and gate included: the readout is the weighted sum of values.
 
-        For the form dual; the others have the same numbers and no weights.
+        Only the form dual has weights.
         """
         form = make_form(self.config, context.shape[-1])
         if not isinstance(form, Dual):
-            raise ValueError(f"form is {self.config.form}, which has no weights: set form to dual.")
+            raise ValueError(f"form is {self.config.form}, but only the form dual has weights: set form to dual.")
         query, scale = self.query_and_scale(context)
         return scale * jnp.asarray(form.weights(state, query))
 
@@ -321,10 +326,10 @@ class Reader(nnx.Module):
 
 
 class Writer(nnx.Module):
-    """Makes the observation of a sublayer's output: its key and importance from a latent `z = W o + b` `[R]`.
+    """Makes the observation of a sublayer's output `o`, with key and importance from a latent `z = W o + b` `[R]`.
 
-    The key has unit length if the config says so. Importance is `softplus(.)`, 1 at the start; for the delta rule,
-    whose importance is a step size, it is `sigmoid(.)`, .88 at the start. Types as in `Reader`.
+    The key has unit length if `unit_keys` is true. Importance is a softplus, initially 1. For the write delta, whose
+    importance is a step size, it is a sigmoid, initially .88. Types as in `Reader`.
     """
 
     def __init__(self, width: int, config: DepthMemoryConfig, *, dtype: DType = jnp.float32, rngs: nnx.Rngs):
@@ -339,8 +344,8 @@ class Writer(nnx.Module):
         """The observation of an output: key, value, forgetting and importance of every token and group."""
         config = self.config
         if output.ndim == 3:
-            # Left to itself, jaxlib 0.10's partitioner goes from an output whose width lies over fsdp to groups that
-            # lie over tensor by mixing up rows.
+            # Without this constraint, the partitioner of jaxlib 0.10 permutes rows when it reshards an output from a
+            # width sharded over fsdp to groups sharded over tensor.
             output = constrain(output, Axis.BATCH, Axis.TOKENS, None)
         latent = self.latent(output).astype(jnp.float32)
         keys = _keys(self.key(latent), 1 if config.shared_key else config.groups, config)
@@ -354,12 +359,12 @@ class Writer(nnx.Module):
 
 
 def by_group(x: Float[Array, "*tokens G n"]) -> Float[Array, "*tokens G n"]:
-    """The same array with its groups sharded: between a write and a read no group needs another's numbers."""
+    """Shards an array by groups: writes and reads are independent between groups."""
     return constrain(x, Axis.BATCH, Axis.TOKENS, Axis.GROUPS, None) if x.ndim == 4 else x
 
 
 def shard_state(state: AnyState) -> AnyState:
-    """A first state `[B, T, ...]` sharded by batch, tokens and groups; a dual state as it is."""
+    """Shards a state `[B, T, ...]` by batch, tokens and groups. A dual state is returned unchanged."""
     axes = Axis.BATCH, Axis.TOKENS, Axis.GROUPS
     grouped = lambda leaf: constrain(leaf, *axes, *(None,) * (leaf.ndim - 3))  # noqa: E731
     match state:
@@ -374,13 +379,13 @@ def shard_state(state: AnyState) -> AnyState:
 def on_own_shard(
     kernel: Callable[..., Any], memory: Float[Array, "K *tokens D"], key: Float[Array, "*tokens G K"], *others: Array
 ) -> Any:
-    """`write_read` or `undo_write`, on a mesh on every device's own tokens and groups: the compiler splits no kernel.
+    """Runs `write_read` or `undo_write` on each device's shard of tokens and groups: XLA does not partition kernels.
 
     Args:
-        kernel: of `memory`, `key` and the others; returns a memory and values.
-        memory: of all groups side by side.
-        key: by group.
-        others: keys, of the shape of `key`, and values, of the memory's without its first axis.
+        kernel: a function of `memory`, `key` and `others` that returns a memory and values.
+        memory: the memory of all groups, concatenated along D.
+        key: the keys of every group.
+        others: arrays of the shape of `key`, and values of the shape of `memory` without its first axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or key.ndim != 4:
@@ -400,7 +405,7 @@ def on_own_shard(
 
 
 def _latent(width: int, latent_dim: int, dtype: DType, rngs: nnx.Rngs) -> nnx.Linear:
-    # The bias is random, so that layers differ in their keys and queries from the first step on.
+    # The bias is random, so that layers have different keys and queries from the first step.
     normal = nnx.initializers.normal(1.0)
     return linear(width, latent_dim, (Axis.WIDTH, None), use_bias=True, bias_init=normal, dtype=dtype, rngs=rngs)
 
@@ -412,7 +417,7 @@ def _gate(latent_dim: int, groups: int, start: float, rngs: nnx.Rngs) -> nnx.Lin
 
 
 def _keys(flat: Float[Array, "*tokens GK"], groups: int, config: DepthMemoryConfig) -> Float[Array, "*tokens G K"]:
-    """Keys or queries by group, of unit length if the config says so."""
+    """Keys or queries by group, scaled to unit length if `unit_keys` is true."""
     keys = flat.reshape(*flat.shape[:-1], groups, config.key_dim)
     if not config.unit_keys:
         return keys

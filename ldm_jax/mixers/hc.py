@@ -1,4 +1,4 @@
-"""Hyper-Connections: several streams; every sublayer reads a weighted sum of them and writes a weighted output to each.
+"""Hyper-Connections: every sublayer reads a weighted sum of several streams, and adds its weighted output to each.
 
 Source: Hyper-Connections, arXiv 2409.19606. Streams are `[B, T, E, D]`.
 """
@@ -15,7 +15,7 @@ from ldm_jax.parameters import param
 from ldm_jax.typing import Hidden, Streams
 
 Coefficients = tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T E E"]]
-"""Of writing, reading and mixing."""
+"""`B`, `A_m` and `A_r`: the coefficients of the write, the read and the mixing."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,16 @@ class HyperConfig(StreamsOptions):
     """Options of the mixer hc."""
 
     dynamic: bool = True
-    """Coefficients depend on the token. Otherwise they are parameters."""
+    """Compute the coefficients from the token. If false, they are the same for all tokens."""
 
 
 class HyperLayer(StreamsLayer):
     """`h = A_m' H;  H <- B f(h)' + A_r' H` for streams `H` `[E, D]`.
 
-    Dynamic, with `X` the layer norm of every stream: `B = s_b tanh(X W_b) + b`, `A_m = s_a tanh(X W_m) + a_m`,
-    `A_r = s_a tanh(X W_r) + a_r`. At the start `b = 1`, `a_m` takes stream `index mod E`, `a_r = I`, `W = 0`, and
-    `s = .01`, which is PreLN. Coefficients are float32. The layer norm has a scale and a bias, as PyTorch's has.
-
-    `index` is the sublayer's number, from 0.
+    If dynamic, with `X` the layer norm of every stream: `B = s_b tanh(X W_b) + b`, `A_m = s_a tanh(X W_m) + a_m`,
+    `A_r = s_a tanh(X W_r) + a_r`. Initially `b = 1`, `a_m` selects stream `index mod E`, `a_r = I`, `W = 0` and
+    `s = .01`, which is PreLN. `index` is the sublayer's number, counted from 0. Coefficients are float32. The layer
+    norm has a scale and a bias, as in PyTorch.
     """
 
     def __init__(self, config: HyperConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
@@ -44,12 +43,12 @@ class HyperLayer(StreamsLayer):
         self.dynamic = DynamicCoefficients(stack.width, streams, rngs=rngs) if config.dynamic else None
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
-        """`A_m' H`; the state for `write` is `A_r' H` and `B`."""
+        """`A_m' H`, and the state for `write`: `A_r' H` and `B`."""
         streams = state.stream
         write_to, read_from, carry = self.write_to[...], self.read_from[...], self.carry[...]
         if self.dynamic is not None:
-            moved = self.dynamic(streams)
-            write_to, read_from, carry = write_to + moved[0], read_from + moved[1], carry + moved[2]
+            by_token = self.dynamic(streams)
+            write_to, read_from, carry = write_to + by_token[0], read_from + by_token[1], carry + by_token[2]
         exact = at_least_float32(streams)
         x = jnp.einsum("...e,...ed->...d", read_from, exact)
         carried = jnp.einsum("...ij,...id->...jd", carry, exact)
@@ -57,7 +56,7 @@ class HyperLayer(StreamsLayer):
 
 
 class DynamicCoefficients(nnx.Module):
-    """What a token adds to the coefficients: `s tanh(LayerNorm(H) W)`."""
+    """The part of the coefficients that depends on the token: `s tanh(LayerNorm(H) W)`."""
 
     def __init__(self, width: int, streams: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, rngs=rngs)
@@ -68,7 +67,7 @@ class DynamicCoefficients(nnx.Module):
         self.carry_scale = param(jnp.full((), 0.01, jnp.float32))
 
     def __call__(self, streams: Streams) -> Coefficients:
-        """Additions to `B`, `A_m` and `A_r`."""
+        """The terms added to `B`, `A_m` and `A_r`."""
         x = self.norm(at_least_float32(streams))
         return (
             self.write_scale[...] * jnp.tanh(x @ self.write_to[...]),

@@ -1,4 +1,4 @@
-"""Linear Depth Memory as a mixer: the PreLN stream, and beside it the depth memory of every token."""
+"""Linear Depth Memory as a mixer: the PreLN stream plus a depth memory for every token."""
 
 import math
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class LDMConfig(DepthMemoryConfig):
     """Options of the mixer ldm."""
 
     learned_alpha: bool = False
-    """Learn the logarithm of alpha, one for each group; it starts at `alpha`."""
+    """Learn the logarithm of alpha, one per group, starting from `alpha`."""
     write_embedding: bool = True
     """Write the embedding as observation 0."""
 
     def source_names(self, sublayers: list[str]) -> list[str]:
-        """The observations."""
+        """The names of the observations."""
         return super().source_names(sublayers) if self.write_embedding else sublayers
 
 
@@ -46,7 +46,7 @@ class LDMLayer(nnx.Module):
         self.memory = DepthMemory(stack.width, stack.sublayers, config, dtype=stack.dtype, rngs=rngs)
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
-        """`h + read`, the stream being the context of the read."""
+        """`h + read`. The context of the read is the stream."""
         readout, memory = self.memory.recall(state.memory, state.stream)
         return state.stream + readout, MixerState(state.stream, memory)
 
@@ -61,7 +61,7 @@ class LDMLayer(nnx.Module):
 
 
 class LDMEnds(nnx.Module):
-    """Before the stack the embedding is written, if asked for; after it a last reader adds to the stream."""
+    """Writes the embedding before the first sublayer, if configured, and adds one more read after the last."""
 
     def __init__(self, config: LDMConfig, stack: Stack, rngs: nnx.Rngs):
         self.config, self.dtype = config, stack.dtype
@@ -73,14 +73,14 @@ class LDMEnds(nnx.Module):
 
     @property
     def alpha(self) -> Float[Array, ""] | Float[Array, " G"]:
-        """One over the ridge."""
+        """The inverse of the ridge."""
         return jnp.asarray(self.config.alpha) if self.log_alpha is None else jnp.exp(self.log_alpha[...])
 
     def start(self, embedding: Hidden) -> MixerState:
-        """The embedding as the stream, and a memory that holds it or nothing."""
+        """The embedding as the stream, and the memory, to which the embedding is written if configured."""
         tokens, width = embedding.shape[:-1], embedding.shape[-1]
         form = make_form(self.config, width, depth=self.writes, dtype=self.dtype)
-        # Forgetting of the first observation would only rescale alpha.
+        # Forgetting at the first observation would only rescale alpha.
         ones = jnp.ones((self.config.groups,), jnp.float32)
         first = None if self.writer is None else self.writer(embedding, ones)
         memory = form.start(tokens, self.alpha, first)
@@ -93,7 +93,7 @@ class LDMEnds(nnx.Module):
 
 
 def without_reads(params: Any) -> Any:
-    """The parameters with every read gain at zero: the memory is written, and no read changes the stream."""
+    """The parameters with every read gain set to 0: the memory is written, and reads do not change the stream."""
 
     def zero(path: tuple[Any, ...], leaf: Float[Array, "..."]) -> Float[Array, "..."]:
         return jnp.zeros_like(leaf) if any(getattr(part, "key", None) == "gain" for part in path) else leaf

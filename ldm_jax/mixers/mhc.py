@@ -1,7 +1,7 @@
 """Manifold-constrained Hyper-Connections (mHC): streams are mixed by doubly stochastic matrices.
 
-Source: mHC, arXiv 2512.24880. Streams are `[B, T, E, D]`; they start as copies and are summed at the end (our choice,
-as in Hyper-Connections). How `phi` and `b` start is not published: see `MHCLayer`.
+Source: mHC, arXiv 2512.24880. Streams are `[B, T, E, D]`. They are initialised to copies of the embedding and summed at
+the end (our choice, as in Hyper-Connections). The initial `phi` and `b` are not published: see `MHCLayer`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from ldm_jax.sharding import Axis
 from ldm_jax.typing import Hidden
 
 SINKHORN_ROUNDS = 20
-EPSILON = 1e-6  # of the norm over all streams
+EPSILON = 1e-6  # in the RMS over all streams
 
 
 @dataclass(frozen=True)
@@ -26,42 +26,43 @@ class MHCConfig(StreamsOptions):
     """Options of the mixer mhc."""
 
     initial_diagonal: float = 2.0
-    """Logit of every stream for itself in the mixing matrix at the start, those for others being 0: our choice. With
-    2 and four streams .71 of a stream stays in it."""
+    """Initial diagonal of the mixing matrix's logits; the others start at 0. Our choice. With 2 and four streams, the
+    diagonal of the initial mixing matrix is .71."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not abs(self.initial_diagonal) < 8:
             raise ValueError(
-                f"initial_diagonal is {self.initial_diagonal}, but it must lie between -8 and 8: further out the "
-                "mixing matrix hardly learns."
+                f"initial_diagonal is {self.initial_diagonal}, but it must lie between -8 and 8: for larger values the "
+                "gradient of the mixing matrix nearly vanishes."
             )
 
 
 class MHCLayer(StreamsLayer):
     """`x <- H_res x + H_post' f(H_pre x)` for streams `x` `[E, D]`.
 
-    With `x'` the RMSNorm, without a gain, over all `E D` numbers: `pre~ = a_pre x' phi_pre + b_pre`, likewise post and
-    res; `H_pre = sigmoid(pre~)`, `H_post = 2 sigmoid(post~)`, `H_res = sinkhorn(res~)`. All of that is float32.
+    With `n` the RMSNorm of `x`, without a scale, over all `E D` entries: `pre~ = a_pre n phi_pre + b_pre`, and
+    similarly for post and res; `H_pre = sigmoid(pre~)`, `H_post = 2 sigmoid(post~)`, `H_res = sinkhorn(res~)`.
+    Coefficients are float32.
 
-    At the start `a = .01`; our choices: `phi` is normal with variance `1 / (E D)`, so that streams can become
-    different; `b_pre = b_post = 0`; `b_res` is `initial_diagonal` times the identity. With `phi = 0` that is PreLN,
-    whatever `b_res`.
+    Initially `a = .01`. Our choices: `phi` is normal with variance `1 / (E D)`, so that the streams can diverge from
+    each other; `b_pre = b_post = 0`; `b_res` is `initial_diagonal` times the identity. With `phi = 0` this is PreLN for
+    every `b_res`.
     """
 
     def __init__(self, config: MHCConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
         del place
         streams = self.streams = config.streams
-        numbers = streams * stack.width
-        size = streams * (streams + 2)
-        phi = jax.random.normal(rngs.params(), (numbers, size), jnp.float32) * numbers**-0.5
+        inputs = streams * stack.width
+        outputs = streams * (streams + 2)
+        phi = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
         self.phi = param(phi, Axis.WIDTH, None)
         self.scale = param(jnp.full((3,), 0.01, jnp.float32))
         diagonal = config.initial_diagonal * jnp.eye(streams, dtype=jnp.float32)
         self.bias = param(jnp.concatenate([jnp.zeros((2 * streams,), jnp.float32), diagonal.ravel()]))
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
-        """`H_pre x`; the state for `write` is `H_res x` and `H_post`."""
+        """`H_pre x`, and the state for `write`: `H_res x` and `H_post`."""
         streams = state.stream
         exact = at_least_float32(streams)
         pre, post, mix = self.coefficients(exact)
@@ -83,9 +84,9 @@ class MHCLayer(StreamsLayer):
 
 
 def sinkhorn(logits: Float[Array, "*batch E E"]) -> Float[Array, "*batch E E"]:
-    """A doubly stochastic matrix: `exp(logits)` scaled 20 times, columns first, then rows, to sums of 1.
+    """A doubly stochastic matrix: 20 rounds of scaling the columns, then the rows, of `exp(logits)` to sums of 1.
 
-    In logarithms, which neither overflow nor need an epsilon.
+    Computed in the log domain, which does not overflow and needs no epsilon.
     """
 
     def scale(logits: Float[Array, "*batch E E"], _: None) -> tuple[Float[Array, "*batch E E"], None]:

@@ -1,4 +1,4 @@
-"""The ordinary PreLN residual stream: `h <- h + f(norm(h))`. The state is the stream."""
+"""The standard PreLN residual stream: `h <- h + f(norm(h))`. The state is the stream."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ldm_jax.typing import Hidden
 
 
 class PreLNLayer(nnx.Module):
-    """Reads the stream and adds to it. It has no parameters."""
+    """A sublayer that reads the stream and adds its output to it. It has no parameters."""
 
     def read(self, state: MixerState) -> tuple[Hidden, MixerState]:
         """The stream."""
@@ -20,13 +20,13 @@ class PreLNLayer(nnx.Module):
         return state._replace(stream=state.stream + output), None
 
     def undo(self, memory: Any, residual: None) -> Any:
-        """The memory, which another sublayer's mixer may have, unchanged."""
+        """The memory, unchanged. It is not empty if the other sublayers of a mixer have one."""
         del residual
         return memory
 
 
 class PreLNEnds(nnx.Module):
-    """The stream starts as the embedding and is returned as it ends. It has no parameters."""
+    """The first stream is the embedding; the final norm's input is the last stream. It has no parameters."""
 
     def start(self, embedding: Hidden) -> MixerState:
         """The embedding."""

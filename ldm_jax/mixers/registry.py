@@ -1,4 +1,4 @@
-"""The depth mixers: `MIXERS` lists them, and everything else iterates over that list."""
+"""The registry of depth mixers. Configs, the command line and tests iterate over `MIXERS`."""
 
 import dataclasses
 import enum
@@ -33,39 +33,40 @@ else:
 
 @dataclass(frozen=True)
 class _MixerChoice:
-    """How layers use each other's outputs: a kind, and a table of options for every kind that has any."""
+    """Selects the depth mixer: its kind, and a table of options for every kind that has options."""
 
     kind: MixerKind = MixerKind("ldm")  # noqa: RUF009
-    """The depth mixer. The tables of the others are ignored."""
+    """The depth mixer. The option tables of other mixers are ignored."""
     backward: Backward | None = None
-    """What is saved for the backward pass. stored: everything it needs (fastest, if there is room). remat: every
-    block's input. reversible: the stream and the writes' residuals. None: reversible where the mixer is, else remat."""
+    """What is saved for the backward pass. stored: all intermediate values (fastest, needs most memory). remat: every
+    block's input. reversible: the stream and the writes' residuals. None: reversible if the mixer is, else remat."""
 
     def __post_init__(self) -> None:
         check_option_types(self)
         if self.backward is Backward.REVERSIBLE and self.options.irreversible is not None:
             raise ValueError(
-                f"backward is reversible, but {self.kind} is not: {self.options.irreversible}. Set backward to remat."
+                f"backward is reversible, but the mixer {self.kind} is not: {self.options.irreversible}. Set backward "
+                "to remat."
             )
 
     @property
     def mixer(self) -> Mixer:
-        """The registry's entry."""
+        """The entry of the registry."""
         return BY_KIND[self.kind]
 
     @property
     def options(self) -> MixerOptions:
-        """The table of the kind that is used."""
+        """The options of the selected mixer."""
         return getattr(self, self.kind, None) or self.mixer.options()
 
     @property
     def backward_or_default(self) -> Backward:
-        """`backward`, or what None stands for."""
+        """`backward`, with None replaced by the default of the mixer."""
         reversible = self.options.irreversible is None
         return self.backward or (Backward.REVERSIBLE if reversible else Backward.REMAT)
 
     def with_options(self, **changes: Any) -> "MixerConfig":
-        """The same with some options of the kind that is used changed."""
+        """A copy with some options of the selected mixer changed."""
         return dataclasses.replace(self, **{self.kind: dataclasses.replace(self.options, **changes)})  # pyright: ignore
 
 
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True)
     class MixerConfig(_MixerChoice):
-        """The choice of a mixer, with one field for each table of options."""
+        """Selects the depth mixer, with one field per table of options."""
 
         def __init__(
             self, kind: Any = "ldm", backward: Backward | str | None = None, **options: MixerOptions
@@ -93,16 +94,16 @@ else:
 
 
 def make_layer(config: MixerConfig, stack: Stack, place: Place, rngs: nnx.Rngs) -> MixerLayer:
-    """The mixer's part of one sublayer.
+    """Makes the mixer's layer for one sublayer.
 
     Raises:
-        ValueError: options that do not fit the width.
+        ValueError: the options do not match the width.
     """
     config.options.check_width(stack.width)
     return config.mixer.layer(config.options, stack, place, rngs)
 
 
 def make_ends(config: MixerConfig, stack: Stack, rngs: nnx.Rngs) -> MixerEnds:
-    """The mixer's part before the first sublayer and after the last. Errors as in `make_layer`."""
+    """Makes the mixer's ends. Errors as in `make_layer`."""
     config.options.check_width(stack.width)
     return config.mixer.ends(config.options, stack, rngs)

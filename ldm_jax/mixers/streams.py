@@ -1,4 +1,4 @@
-"""What the mixers of several streams `[B, T, E, D]` share: options, the write, start and end."""
+"""The common parts of mixers with several streams `[B, T, E, D]`: options, the write, and the ends."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from ldm_jax.typing import Hidden
 
 @dataclass(frozen=True)
 class StreamsOptions(MixerOptions):
-    """What mixers of several streams have in common."""
+    """The options that mixers with several streams have in common."""
 
     streams: int = 4
-    """E: streams of the model's width."""
+    """E: the number of streams."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -23,12 +23,12 @@ class StreamsOptions(MixerOptions):
 
     @property
     def irreversible(self) -> str | None:
-        """Undoing a write would have to invert the matrix that mixes the streams."""
-        return "a write to mixed streams cannot be undone: it would divide by a matrix that mixes streams"
+        """Undoing a write would require the inverse of the mixing matrix."""
+        return "a write to mixed streams cannot be undone: it would need the inverse of the mixing matrix"
 
 
 class StreamsLayer(nnx.Module):
-    """A sublayer whose `read` returns, for `write`, the mixed streams and their weights `b` `[.., E]` of the output."""
+    """A sublayer whose `read` passes to `write` the mixed streams and the output's weight `b` `[..., E]` in each."""
 
     def write(self, state: MixerState, output: Hidden) -> tuple[MixerState, None]:
         """`mixed + b o`, in the compute type."""
@@ -36,13 +36,13 @@ class StreamsLayer(nnx.Module):
         return MixerState(streams.astype(output.dtype)), None
 
     def undo(self, memory: tuple[()], residual: None) -> tuple[()]:
-        """The memory, which is empty: the streams are saved."""
+        """The memory, which is empty. The streams are saved."""
         del residual
         return memory
 
 
 class StreamsEnds(nnx.Module):
-    """The streams start as copies of the embedding and are summed at the end."""
+    """The first streams are copies of the embedding; the final norm's input is the sum of the last streams."""
 
     def __init__(self, options: StreamsOptions, stack: Stack, rngs: nnx.Rngs):
         del stack, rngs

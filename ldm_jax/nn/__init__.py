@@ -1,4 +1,4 @@
-"""The transformer: thin flax modules over JAX functions."""
+"""The transformer: thin flax modules on top of JAX functions."""
 
 from ldm_jax.nn.loss import target_weights
 from ldm_jax.nn.parameters import Params, count_parameters, init_params, model_declarations, model_graph, parts_of

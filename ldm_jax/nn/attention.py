@@ -1,4 +1,4 @@
-"""Causal self-attention with rotary positions, grouped queries, and normalised queries and keys if asked for."""
+"""Causal self-attention with rotary position embedding, grouped queries and, optionally, QK-norm."""
 
 from typing import NamedTuple
 
@@ -18,16 +18,16 @@ from ldm_jax.typing import Hidden
 
 
 class Documents(NamedTuple):
-    """The documents that a window is packed of. A token sees its own only."""
+    """The documents packed into a window. A token attends to tokens of its own document only."""
 
     positions: Int[Array, "B T"]
-    """In the document, counted from 0."""
+    """The position of each token in its document, counted from 0."""
     segments: Int[Array, "B T"]
-    """Every token's document."""
+    """The number of each token's document."""
 
 
 def make_documents(segments: Int[Array, "B T"]) -> Documents:
-    """From the number of every token's document. A document's tokens stand together."""
+    """The documents of a window, from the number of each token's document. Documents must be contiguous."""
     place = jnp.arange(segments.shape[1])
     first = jnp.concatenate([jnp.full_like(segments[:, :1], True), segments[:, 1:] != segments[:, :-1]], axis=1)
     start = jax.lax.cummax(jnp.where(first.astype(bool), place, 0), axis=1)
@@ -50,7 +50,7 @@ class Attention(nnx.Module):
         self.key_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None
 
     def __call__(self, x: Hidden, documents: Documents | None = None) -> Hidden:
-        """The attention's output `[B, T, D]`; position t sees positions up to t, of its own document if there are."""
+        """The attention output `[B, T, D]`. Position t attends to positions up to t, within its document if given."""
         query, key, value = self._project(x, None if documents is None else documents.positions)
         segments = None if documents is None else documents.segments
         match self.config.attention:
@@ -65,12 +65,12 @@ class Attention(nnx.Module):
         return self._merge(mixed)
 
     def decode(self, x: Hidden, cache: KeyValues, places: Places) -> tuple[Hidden, KeyValues]:
-        """The output of new tokens `[B, T, D]` that see those of the cache, and the cache with them."""
+        """The attention output for new tokens `[B, T, D]`, which attend to the cache, and the updated cache."""
         query, key, value = self._project(x, places.positions)
         cache = write_key_values(cache, KeyValues(key, value), places)
         if self.config.attention is AttentionImplementation.LOCAL:
             return self._merge(self._local(query, key, value)), cache
-        # Few queries, whose scores are no burden: cuDNN where it was asked for by name, else plain.
+        # There are few queries, so materialising the scores is cheap: cuDNN is used only if selected by name.
         cudnn = self.config.attention is AttentionImplementation.CUDNN
         mixed = jax.nn.dot_product_attention(
             query, cache.key, cache.value, mask=places.visible[:, None], implementation="cudnn" if cudnn else "xla"
@@ -87,7 +87,7 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, config.rope_base, positions), rotate(key, config.rope_base, positions)
-        # Every query sees the keys and values of the whole window, which are gathered where its tokens are apart.
+        # Keys and values of the whole window are gathered if tokens are sharded, because every query attends to them.
         key, value = (constrain(x, Axis.BATCH, None, Axis.HEADS, None) for x in (key, value))
         return constrain(query, Axis.BATCH, Axis.TOKENS, Axis.HEADS, None), key, value
 
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
     def _local(
         self, query: Float[Array, "B T H C"], key: Float[Array, "B T J C"], value: Float[Array, "B T J C"]
     ) -> Float[Array, "B T H C"]:
-        """The stand-in that mixes no tokens."""
+        """A stand-in for attention that does not mix tokens."""
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         score = jnp.sum(query * key, axis=-1, keepdims=True) * self.config.head_dim**-0.5
         return value * jax.nn.sigmoid(score)

@@ -1,4 +1,4 @@
-"""A block: an attention sublayer, then an MLP sublayer, each joined to the others by the depth mixer."""
+"""A block: an attention sublayer, then an MLP sublayer. The depth mixer reads their inputs and writes their outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,14 +24,14 @@ class Sublayer(nnx.Module):
         self.mixer = mixer
 
     def __call__(self, state: MixerState, *inputs: Any) -> tuple[MixerState, Any]:
-        """The mixer's state after the sublayer, and what undoing its write needs; `f` is given the inputs, too."""
+        """The mixer's state after the sublayer, and the residual of its write. `inputs` are passed on to `f`."""
         x, state = self.mixer.read(state)
         output = self.function(self.norm(constrain(x, Axis.BATCH, Axis.TOKENS, None)), *inputs)
         return self.mixer.write(state, constrain(output, Axis.BATCH, Axis.TOKENS, None))
 
 
 class BlockResidual(NamedTuple):
-    """What undoing a block needs: the stream before it, and of each write what its own undoing needs."""
+    """The residual of a block: the stream before it, and the residual of each write."""
 
     stream: Any
     attention: Any
@@ -39,9 +39,9 @@ class BlockResidual(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Attention, then MLP; `index` counts blocks from 0.
+    """Attention, then MLP. `index` is the block's number, counted from 0.
 
-    The mixer draws from random numbers of its own, so that every mixer meets the same rest.
+    The mixer has a separate random key, so that all other parameters are the same for every mixer.
     """
 
     def __init__(self, config: ModelConfig, mixer: MixerConfig, index: int | Array, *, rngs: nnx.Rngs):
@@ -56,14 +56,14 @@ class Block(nnx.Module):
         self.mlp = sublayer(MLP(config, rngs=rngs), last=True)
 
     def __call__(self, state: MixerState, documents: Documents | None = None) -> tuple[MixerState, BlockResidual]:
-        """The mixer's state after the block, and what `undo` needs."""
+        """The mixer's state after the block, and the residual for `undo`."""
         stream = state.stream
         state, attention = self.attention(state, documents)
         state, mlp = self.mlp(state)
         return state, BlockResidual(stream, attention, mlp)
 
     def decode(self, state: MixerState, cache: KeyValues, places: Places) -> tuple[MixerState, KeyValues]:
-        """The mixer's state of new tokens after the block, and the attention's cache with them."""
+        """The mixer's state of new tokens after the block, and the updated cache of its attention."""
         sublayer = self.attention
         assert isinstance(sublayer.function, Attention)
         x, state = sublayer.mixer.read(state)
@@ -74,6 +74,6 @@ class Block(nnx.Module):
         return state, cache
 
     def undo(self, state: MixerState, residual: BlockResidual) -> MixerState:
-        """The mixer's state before the block, from that after it."""
+        """The mixer's state before the block, from the state after it."""
         memory = self.mlp.mixer.undo(state.memory, residual.mlp)
         return MixerState(residual.stream, self.attention.mixer.undo(memory, residual.attention))

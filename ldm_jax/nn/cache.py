@@ -1,4 +1,4 @@
-"""Keys and values of the tokens before, for decoding. The depth memory is per token and adds nothing to them."""
+"""The key-value cache for decoding. Depth mixers are per token, so they add nothing to the cache."""
 
 from typing import NamedTuple
 
@@ -10,56 +10,59 @@ from ldm_jax.config import ModelConfig
 
 
 class KeyValues(NamedTuple):
-    """Of the latest tokens; the token at place p is in column `p mod W`. Keys are rotated to their places."""
+    """Keys and values of the latest tokens. The token at place p is in slot `p mod W`. Keys are rotated."""
 
     key: Float[Array, "*depth B W J C"]
     value: Float[Array, "*depth B W J C"]
 
 
 class Cache(NamedTuple):
-    """What decoding carries from token to token. Sequences of different lengths end at one place: they begin later."""
+    """The state of decoding. Sequences of different lengths are padded at their start, so that they end together.
+
+    A place is an index into the padded sequences.
+    """
 
     layers: KeyValues
-    """With a leading axis over blocks; in the compute type."""
+    """Keys and values, with a leading axis over blocks, in the compute type."""
     start: Int[Array, " B"]
-    """Place of each sequence's first token. What lies before it is padding."""
+    """The place of each sequence's first token. Earlier places are padding."""
     length: Int[Array, ""]
-    """Places filled so far, padding included."""
+    """The number of places written so far, padding included."""
 
     @property
     def window(self) -> int:
-        """W: places held, and so how far back a token sees, itself included."""
+        """W: the number of slots. A token attends to the last W places, its own included."""
         return self.layers.key.shape[-3]
 
 
 class Places(NamedTuple):
-    """Where new tokens stand among those that the cache holds."""
+    """The slots, positions and mask of new tokens."""
 
-    columns: Int[Array, " T"]
-    """That their keys and values are written into."""
+    slots: Int[Array, " T"]
+    """The slots to which the keys and values are written."""
     positions: Int[Array, "B T"]
-    """In their sequences, counted from 0; padding has 0."""
+    """The positions in the sequences, counted from 0; 0 for padding."""
     visible: Bool[Array, "B T W"]
-    """Whether a token sees a column, once all new tokens are written."""
+    """Whether a token attends to a slot, after all new tokens are written."""
 
 
 def init_cache(config: ModelConfig, start: Int[Array, " B"], window: int) -> Cache:
-    """An empty cache for sequences that begin at the places `start`, of which a token sees the last `window`."""
+    """An empty cache with `window` slots, for sequences whose first tokens are at the places `start`."""
     shape = (config.depth, start.shape[0], window, config.kv_heads_or_heads, config.head_dim)
-    empty = KeyValues(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))  # two arrays: they are donated
+    empty = KeyValues(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))  # two buffers, for donation
     return Cache(empty, start, jnp.zeros((), jnp.int32))
 
 
 def next_places(cache: Cache, count: int) -> Places:
-    """The places of the next `count` tokens.
+    """The slots, positions and mask of the next `count` tokens.
 
-    A new token overwrites the one W places before it. So several at once must fit into what is still empty, or the
-    first of them would miss what the last overwrote; one at a time always fits.
+    A new token overwrites the one W places before it. One token at a time is always possible. Several tokens at a time
+    must fit into the empty slots; otherwise the last would overwrite slots that the first attend to.
     """
     window = cache.window
     new = cache.length + jnp.arange(count)
     last = new[-1]
-    held = last - (last - jnp.arange(window)) % window  # the place that each column holds; negative: none yet
+    held = last - (last - jnp.arange(window)) % window  # the place in each slot; negative: the slot is empty
     start = cache.start[:, None, None]
     visible = (held >= start) & (held <= new[:, None])
     positions = jnp.maximum(new - cache.start[:, None], 0)
@@ -67,5 +70,5 @@ def next_places(cache: Cache, count: int) -> Places:
 
 
 def write_key_values(cache: KeyValues, new: KeyValues, places: Places) -> KeyValues:
-    """One layer's cache with the new tokens' keys and values `[B, T, J, C]` in their columns."""
-    return jax.tree.map(lambda old, x: old.at[:, places.columns].set(x.astype(old.dtype)), cache, new)
+    """Writes the keys and values `[B, T, J, C]` of new tokens to the cache of one layer."""
+    return jax.tree.map(lambda old, x: old.at[:, places.slots].set(x.astype(old.dtype)), cache, new)

@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary, a chunk of tokens at a time."""
+"""The cross-entropy over a large vocabulary, computed in chunks of tokens."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from ldm_jax.typing import Hidden, Tokens
 
 
 class TokenLosses(NamedTuple):
-    """Of every target, float32."""
+    """The losses of every target, float32."""
 
     cross_entropy: Float[Array, "*tokens"]
     """`-log softmax(logits)[target]`, in nats."""
     log_normaliser: Float[Array, "*tokens"]
-    """`log sum exp(logits)`, whose square a z-loss keeps small (Chowdhery et al., arXiv 2204.02311)."""
+    """`log sum exp(logits)`, for the z-loss (Chowdhery et al., arXiv 2204.02311)."""
 
 
 def chunked_cross_entropy(
@@ -28,22 +28,21 @@ def chunked_cross_entropy(
 ) -> TokenLosses:
     """The losses of every token `[B, T]`.
 
-    Every device has the logits of at most `chunk` tokens at a time, as many of every row and at least one, forward and
-    backward: they are recomputed, not saved. Rows that chunks do not divide are filled up with tokens that are thrown
-    away.
+    A device holds the logits of at most `chunk` tokens at a time (or of one token per row, if that is more), in the
+    forward and in the backward pass, which computes them again. Rows are padded to a multiple of the chunk's length.
 
     Args:
-        hidden: what the head is given, `[B, T, D]`.
+        hidden: the head's input, `[B, T, D]`.
         targets: `[B, T]`, in `[0, S)`.
-        logits: the head, of any number of tokens.
-        chunk: tokens of a device, at least 1.
+        logits: the head, a function of the hidden states of any number of tokens.
+        chunk: tokens per device and chunk, at least 1.
     """
     batch, length = targets.shape
     at_a_time = chunk * parts(targets.shape, Axis.BATCH, Axis.TOKENS)
     chunks = -(-length // max(1, at_a_time // batch))
     own = -(-length // chunks)  # tokens of a chunk in each row
     padding = -length % own
-    # Every device has its part of every chunk: a row's tokens i, i + n, i + 2n, .. are chunk i of n.
+    # Chunk i of n consists of tokens i, i + n, i + 2n, ... of each row, so that every device has a part of every chunk.
     inputs = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, own, -1, hidden.shape[-1])
     labels = jnp.pad(targets, ((0, 0), (0, padding))).reshape(batch, own, -1)
 
@@ -66,7 +65,7 @@ def chunked_cross_entropy(
 def target_weights(
     tokens: Int[Array, "B T_and_next"], segments: Int[Array, "B T_and_next"] | None
 ) -> Float[Array, "B T"]:
-    """1 for every target that counts: not for one in another segment than the token before it."""
+    """1 for every target, except 0 for a target in another segment than the token before it."""
     if segments is None:
         return jnp.ones(tokens[:, 1:].shape, jnp.float32)
     return (segments[:, 1:] == segments[:, :-1]).astype(jnp.float32)

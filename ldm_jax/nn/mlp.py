@@ -11,7 +11,7 @@ from ldm_jax.typing import Hidden
 
 
 class MLP(nnx.Module):
-    """`W_out (silu(W_gate x) * W_up x)` with F hidden numbers."""
+    """`W_out (silu(W_gate x) * W_up x)` with hidden width F."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, hidden, dtype = config.width, config.mlp_width, config.dtype
@@ -20,6 +20,6 @@ class MLP(nnx.Module):
         self.out = branch_output(hidden, Axis.HIDDEN, config, rngs)
 
     def __call__(self, x: Hidden) -> Hidden:
-        """The MLP's output `[B, T, D]`."""
+        """The MLP output `[B, T, D]`."""
         hidden = jax.nn.silu(self.gate(x)) * self.up(x)
         return self.out(constrain(hidden, Axis.BATCH, Axis.TOKENS, Axis.HIDDEN))

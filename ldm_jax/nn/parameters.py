@@ -1,7 +1,7 @@
-"""A model as a structure without arrays, and its parameters as nested dictionaries of arrays.
+"""A model split into its structure, without arrays, and its parameters, nested dictionaries of arrays.
 
-`nnx.merge(model_graph(...), params)` is the model. So a jitted function takes the parameters alone, and what is saved
-does not depend on flax's own types.
+`nnx.merge(model_graph(...), params)` is the model. Jitted functions take only the parameters, and checkpoints do not
+depend on flax's types.
 """
 
 import functools
@@ -25,31 +25,26 @@ def _make(model: ModelConfig, mixer: MixerConfig, seed: int) -> Transformer:
 
 @functools.cache
 def model_declarations(model: ModelConfig, mixer: MixerConfig) -> Declarations:
-    """How the model's parameters are sharded, decay, and are optimised. Computes no parameter."""
+    """The declarations of the model's parameters. No parameter is computed."""
     return declarations_of(nnx.eval_shape(lambda: _make(model, mixer, 0)))
 
 
 @functools.cache
 def model_graph(model: ModelConfig, mixer: MixerConfig) -> nnx.GraphDef[Transformer]:
-    """The model's structure. Computes no parameter."""
+    """The model's structure. No parameter is computed."""
     return nnx.split(nnx.eval_shape(lambda: _make(model, mixer, 0)), nnx.Param)[0]
 
 
 def init_params(model: ModelConfig, mixer: MixerConfig, seed: int) -> Params:
-    """The parameters at the start, float32, drawn from a seed.
-
-    All but the mixer's are the same for every mixer.
-    """
+    """The initial parameters, float32, from a seed. All but the mixer's are the same for every mixer."""
     return jax.jit(lambda: nnx.to_pure_dict(nnx.split(_make(model, mixer, seed), nnx.Param)[1]))()
 
 
 def parts_of(params: Any) -> dict[str, list[Any]]:
-    """The leaves by part: `embedding` (an untied head included), `blocks`, `mixer`.
-
-    `mixer` is all that the mixer learns, in the blocks and at the ends. The final norm counts to the blocks.
+    """The leaves by part: `embedding` (with an untied head), `blocks` (with the final norm), `mixer` (in all places).
 
     Args:
-        params: the model's parameters, or something of their structure, as nested dictionaries.
+        params: the model's parameters, or another tree with their structure, as nested dictionaries.
     """
     parts: dict[str, list[Any]] = {"embedding": [], "blocks": [], "mixer": []}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -60,5 +55,5 @@ def parts_of(params: Any) -> dict[str, list[Any]]:
 
 
 def count_parameters(params: Any) -> dict[str, int]:
-    """The number of parameters by part; see `parts_of`."""
+    """The number of parameters by part, as in `parts_of`."""
     return {part: sum(leaf.size for leaf in leaves) for part, leaves in parts_of(params).items()}

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), halves rotated against each other."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864). The halves of a head are rotated against each other."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,8 +9,8 @@ def rotate(
 ) -> Float[Array, "B T H C"]:
     """Rotates the pair `(x_c, x_{c + C/2})` at position `t` by `t * base^(-2c/C)` radians.
 
-    Dot products of two rotated vectors depend on the distance of their positions only. Angles are float32; the result
-    has the type of `x`. C is even. Without positions they are 0, 1, 2, and so on.
+    The dot product of two rotated vectors depends only on the distance of their positions. Angles are float32; the
+    result has the type of `x`. C must be even. The default positions are 0, 1, 2, ...
     """
     if positions is None:
         positions = jnp.arange(x.shape[1])[None]

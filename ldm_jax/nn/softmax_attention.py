@@ -1,6 +1,6 @@
-"""Causal softmax attention over whole windows: with its scores in memory, or by kernels that never hold them.
+"""Causal softmax attention over windows: in plain JAX, or by kernels that do not materialise the scores.
 
-Over a mesh the tokens of the queries may be apart (`Axis.TOKENS`); keys and values have the whole window.
+The queries' tokens may be sharded (`Axis.TOKENS`). Keys and values are those of the whole window.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ldm_jax.sharding import Axis, partition, parts
 
 TILE = 128
-"""What each device of a TPU has of a window has to be a multiple of it, in tokens."""
+"""The number of tokens per device must be a multiple of this for the TPU kernel."""
 BLOCK = 512
-"""Tokens of queries and of keys that it has on the chip at a time."""
+"""The largest number of queries, and of keys, in a block of the TPU kernel."""
 
 Queries = Float[Array, "B T H C"]
 KeysOrValues = Float[Array, "B T J C"]
@@ -24,33 +24,33 @@ Segments = Int[Array, "B T"]
 
 
 def plain_attention(query: Queries, key: KeysOrValues, value: KeysOrValues, segments: Segments | None) -> Queries:
-    """`softmax(q k' / sqrt(C) + mask) v`: a token sees those up to itself, of its own segment if there are segments."""
+    """`softmax(q k' / sqrt(C) + mask) v`. A token attends to itself and earlier tokens, of its segment if given."""
     mask = _same_segment(segments)
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="xla")
 
 
 def cudnn_attention(query: Queries, key: KeysOrValues, value: KeysOrValues, segments: Segments | None) -> Queries:
-    """The same by cuDNN, on NVIDIA GPUs, in bfloat16."""
+    """`plain_attention` by cuDNN, for bfloat16 on NVIDIA GPUs."""
     mask = _same_segment(segments)
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="cudnn")
 
 
 def _same_segment(segments: Segments | None) -> Bool[Array, "B 1 T T"] | None:
-    """Whether two tokens are of one segment."""
+    """Whether two tokens belong to the same segment."""
     return None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
 
 
 def flash_attention(query: Queries, key: KeysOrValues, value: KeysOrValues, segments: Segments | None) -> Queries:
-    """The same by the device's kernel: Splash attention on TPUs, cuDNN on NVIDIA GPUs.
+    """`plain_attention` by the platform's kernel: Splash attention on TPUs, cuDNN on NVIDIA GPUs.
 
-    Elsewhere, and for what a kernel does not take (tokens of a device that are no multiple of `TILE` on a TPU; float32,
-    or a window shared by devices, on a GPU), `plain_attention`.
+    Falls back to `plain_attention` on other platforms and for unsupported inputs: on TPUs, a number of tokens per
+    device that is not a multiple of `TILE`; on GPUs, float32 or sharded tokens.
     """
     if jax.default_backend() == "gpu":
-        shared = parts((query.shape[1],), Axis.TOKENS) > 1
-        attend = plain_attention if query.dtype == jnp.float32 or shared else cudnn_attention
+        sharded = parts((query.shape[1],), Axis.TOKENS) > 1
+        attend = plain_attention if query.dtype == jnp.float32 or sharded else cudnn_attention
         return attend(query, key, value, segments)
-    if not _splash_takes(query.shape):
+    if not _splash_supports(query.shape):
         return plain_attention(query, key, value, segments)
     return jax.lax.platform_dependent(query, key, value, segments, tpu=splash_attention, default=plain_attention)
 
@@ -58,14 +58,14 @@ def flash_attention(query: Queries, key: KeysOrValues, value: KeysOrValues, segm
 def splash_attention(
     query: Queries, key: KeysOrValues, value: KeysOrValues, segments: Segments | None, *, interpret: bool = False
 ) -> Queries:
-    """The same by JAX's kernel for TPUs, of every device its own rows, tokens and heads.
+    """`plain_attention` by JAX's Splash attention kernel for TPUs, on each device's shard of rows, tokens and heads.
 
     Args:
-        query: `T` a multiple of `TILE` on every device.
-        key: of the whole window.
-        value: as `key`.
-        segments: of the whole window.
-        interpret: run the kernel on any machine, slowly, as Pallas interprets it.
+        query: queries; the number of tokens per device must be a multiple of `TILE`.
+        key: keys of the whole window.
+        value: values of the whole window.
+        segments: segments of the whole window.
+        interpret: run the kernel in Pallas's interpreter, which is slow and works on every platform.
     """
     mesh = jax.sharding.get_abstract_mesh()
     one_device = mesh.empty or mesh.size == 1
@@ -82,19 +82,21 @@ def splash_attention(
         interpret=interpret,
     )
 
-    def attend(kernel: Any, query: Array, key: Array, value: Array, own: Array | None, seen: Array | None) -> Array:
+    def attend(
+        kernel: Any, query: Array, key: Array, value: Array, query_ids: Array | None, key_ids: Array | None
+    ) -> Array:
         by_head = lambda x: x.transpose(0, 2, 1, 3)  # noqa: E731
-        ids = None if own is None or seen is None else splash.SegmentIds(own, seen)
+        ids = None if query_ids is None or key_ids is None else splash.SegmentIds(query_ids, key_ids)
         scaled = query * query.shape[-1] ** -0.5
         return by_head(jax.vmap(kernel)(by_head(scaled), by_head(key), by_head(value), ids))
 
     if one_device:
         return attend(kernel, query, key, value, segments, segments)
-    own = PartitionSpec(rows, tokens, heads, None)
-    seen = PartitionSpec(rows, None, heads, None)
+    queries, keys = PartitionSpec(rows, tokens, heads, None), PartitionSpec(rows, None, heads, None)
     ids = (None, None) if segments is None else (PartitionSpec(rows, tokens), PartitionSpec(rows, None))
-    of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(heads, tokens)))
-    run = jax.shard_map(attend, in_specs=(of_kernel, own, seen, seen, *ids), out_specs=own, check_vma=False)
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(heads, tokens)))
+    specs = kernel_spec, queries, keys, keys, *ids
+    run = jax.shard_map(attend, in_specs=specs, out_specs=queries, check_vma=False)
     return run(kernel, query, key, value, segments, segments)
 
 
@@ -102,12 +104,12 @@ def _spec(shape: tuple[int, ...], mesh: AbstractMesh) -> PartitionSpec:
     return partition(shape, (Axis.BATCH, Axis.TOKENS, Axis.HEADS, None), dict(mesh.shape))
 
 
-def _splash_takes(shape: tuple[int, ...]) -> bool:
+def _splash_supports(shape: tuple[int, ...]) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     tokens = None if mesh.empty else _spec(shape, mesh)[1]
     return shape[1] % (TILE * (1 if tokens is None else mesh.shape[tokens])) == 0
 
 
 def _largest_block(tokens: int) -> int:
-    """The largest multiple of `TILE` up to `BLOCK` that divides a device's tokens."""
+    """The largest multiple of `TILE` up to `BLOCK` that divides the number of tokens per device."""
     return next(block for block in range(BLOCK, 0, -TILE) if tokens % block == 0)

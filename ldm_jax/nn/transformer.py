@@ -1,4 +1,4 @@
-"""The language model: embedding, stacked blocks joined by a depth mixer, norm and head."""
+"""The language model: embedding, stacked blocks with a depth mixer, norm and head."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ class Transformer(nnx.Module):
     """A decoder-only language model. Parameters are float32; the blocks' parameters have a leading depth axis.
 
     Raises:
-        ValueError: a mixer whose options do not fit the width.
+        ValueError: the mixer's options do not match the width.
     """
 
     def __init__(self, config: ModelConfig, mixer: MixerConfig, *, rngs: nnx.Rngs):
@@ -43,19 +43,21 @@ class Transformer(nnx.Module):
         self.head = None if config.tied else linear(width, config.vocabulary, axes, muon=False, dtype=dtype, rngs=rngs)
 
     def hidden(self, tokens: Tokens, segments: Int[Array, "B T"] | None = None) -> Hidden:
-        """What the head is given: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type.
+        """The head's input: `norm(finish(blocks(start(embedding))))`, `[B, T, D]` in the compute type.
 
-        With segments, the number of each token's document, a token sees its own document only, and positions count
-        from that document's first token in the window.
+        Args:
+            tokens: `[B, T]`.
+            segments: number of each token's document, for windows of packed documents. A token attends to its own
+                document only, and positions are counted from the document's first token in the window.
         """
         documents = None if segments is None else make_documents(segments)
         state = self._apply_blocks(self.mixer.start(self.embedding(tokens)), documents)
         return self.norm(self.mixer.finish(state))
 
     def decode(self, tokens: Tokens, cache: Cache) -> tuple[Hidden, Cache]:
-        """What the head is given of new tokens `[B, T]`, which follow those of the cache; and the cache with them.
+        """The head's input for new tokens `[B, T]`, which follow those in the cache, and the updated cache.
 
-        As many tokens as places are empty in the cache, or one; see `next_places`.
+        Takes one token per sequence, or as many as there are empty slots in the cache; see `next_places`.
         """
         places = next_places(cache, tokens.shape[1])
         state, layers = depth_map(
@@ -68,34 +70,35 @@ class Transformer(nnx.Module):
         return hidden, cache._replace(layers=layers, length=cache.length + tokens.shape[1])
 
     def embedding(self, tokens: Tokens) -> Hidden:
-        """What the mixer starts from, `[B, T, D]` in the compute type."""
-        # Rows of the embedding have length 1 (a tied head wants that); the stream's numbers start near size 1.
+        """The embedding of tokens, `[B, T, D]` in the compute type."""
+        # Rows of the table have norm 1 initially, which suits a tied head. Scaled, their entries have size 1.
         table = self._gathered(self.embed.embedding[...], Axis.VOCABULARY, Axis.WIDTH)
         scaled = jnp.take(table, tokens, axis=0) * jnp.asarray(self.config.width**0.5, self.config.dtype)
         return constrain(scaled, Axis.BATCH, Axis.TOKENS, None)
 
     def head_matrix(self) -> Float[Array, "D S"]:
-        """What `hidden` is multiplied by, in the compute type."""
+        """The head's weights, in the compute type."""
         if self.head is None:
             return self._gathered(self.embed.embedding[...], Axis.VOCABULARY, Axis.WIDTH).T
         return self._gathered(self.head.kernel[...], Axis.WIDTH, Axis.VOCABULARY)
 
     def _gathered(self, table: Float[Array, "m n"], *axes: Axis) -> Float[Array, "m n"]:
-        """In the compute type, its width whole on every device. Without the first layout it is gathered as float32."""
+        """A table in the compute type, gathered along its width."""
+        # The first constraint makes XLA cast before the gather; otherwise it gathers float32.
         cast = constrain(table.astype(self.config.dtype), *axes)
         return constrain(cast, *(None if axis is Axis.WIDTH else axis for axis in axes))
 
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens S"]:
-        """The head: scores of the next token, in the compute type."""
+        """The logits of the next token, in the compute type."""
         return hidden @ self.head_matrix()
 
     def __call__(self, tokens: Tokens) -> Logits:
-        """Scores of the next token at every position, `[B, T, S]`, float32."""
+        """The logits of the next token at every position, `[B, T, S]`, float32."""
         return self.logits(self.hidden(tokens)).astype(jnp.float32)
 
     def token_losses(self, tokens: Tokens, targets: Tokens, segments: Int[Array, "B T"] | None = None) -> TokenLosses:
-        """Of every target; the logits are never whole in memory. Segments as in `hidden`."""
-        head = self.head_matrix()  # gathered once, not in every chunk
+        """The losses of every target, without materialising the logits of all tokens. Segments as in `hidden`."""
+        head = self.head_matrix()  # outside of the chunks, so that it is gathered once
         hidden = self.hidden(tokens, segments)
         return chunked_cross_entropy(hidden, targets, lambda part: part @ head, self.config.loss_chunk)
 

@@ -1,4 +1,4 @@
-"""In the memory no type is promoted silently."""
+"""Implicit dtype promotion is an error in the tests of the memory."""
 
 import jax
 import pytest

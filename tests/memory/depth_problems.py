@@ -1,4 +1,4 @@
-"""Random depth regressions, and the ways through them that the tests of the memory share."""
+"""Random depth regressions, and the public functions of every write, for the tests of the memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,9 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from ldm_jax import (
     Observation,
+    additive_write,
+    delta_write,
     init_state,
     rls_apply,
     rls_correction,
@@ -24,18 +27,19 @@ from ldm_jax import (
 )
 
 
-class Form(NamedTuple):
+class PublicWrite(NamedTuple):
+    """The public functions of a write. `covariance` maps what the state holds next to M, `[..., K, K]`, to P."""
+
     init: Callable
     write: Callable
-    correction: Callable
-    apply: Callable
-    undo: Callable
-    covariance: Callable
-    """What the state carries beside M, `[..., K, K]`, to `P`."""
+    correction: Callable | None = None
+    apply: Callable | None = None
+    undo: Callable | None = None
+    covariance: Callable = lambda inverse_covariance: inverse_covariance
 
 
-RLS = Form(init_state, rls_write, rls_correction, rls_apply, rls_undo, lambda inverse_covariance: inverse_covariance)
-SQRT = Form(
+RLS = PublicWrite(init_state, rls_write, rls_correction, rls_apply, rls_undo)
+SQRT_RLS = PublicWrite(
     sqrt_init_state,
     sqrt_rls_write,
     sqrt_rls_correction,
@@ -43,7 +47,12 @@ SQRT = Form(
     sqrt_rls_undo,
     lambda factor: factor @ factor.swapaxes(-1, -2),
 )
-FORMS = {"rls": RLS, "sqrt": SQRT}
+ADDITIVE, DELTA = PublicWrite(init_state, additive_write), PublicWrite(init_state, delta_write)
+
+REGRESSIONS = {"rls": RLS, "sqrt_rls": SQRT_RLS}
+WRITES = {**REGRESSIONS, "additive": ADDITIVE, "delta": DELTA}
+each_regression = pytest.mark.parametrize("regression", REGRESSIONS.values(), ids=REGRESSIONS)
+each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 
 def random_observations(
@@ -55,7 +64,7 @@ def random_observations(
     importance: float | tuple[float, float] = (0.2, 2.0),
     shared: float = 0.0,
 ) -> Observation:
-    """Unit keys; `shared` is the weight of a direction common to all. Exact float32 numbers, in NumPy."""
+    """Observations with unit keys, in NumPy, exact in float32. `shared` is the weight of a common direction of keys."""
     key = unit(rng.normal(size=(depth, key_dim)))
     key = unit((1 - shared) * key + shared * unit(rng.normal(size=key_dim)))
     forgetting, importance = (
@@ -73,13 +82,21 @@ def cast(observations: Observation, dtype) -> Observation:
     return Observation(*(np.asarray(part, dtype) for part in observations))
 
 
-def relative(actual, expected) -> float:
-    """The largest difference over the largest `|expected|`."""
+def relative(actual, expected, scale: float | None = None) -> float:
+    """The largest difference over a scale, by default the largest `|expected|`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.max(np.abs(actual - expected)) / np.max(np.abs(expected))
+    assert actual.shape == expected.shape
+    return np.max(np.abs(actual - expected)) / (np.max(np.abs(expected)) if scale is None else scale)
 
 
-def each_state(write: Callable, state: tuple, observations: Observation) -> tuple:
+def python_loop(write: Callable, state: tuple, observations: Observation) -> tuple:
+    """The state after all writes, by a Python loop."""
+    for observation in zip(*observations, strict=True):
+        state = write(*state, Observation(*observation))
+    return state
+
+
+def every_state(write: Callable, state: tuple, observations: Observation) -> tuple:
     """The states after every write: M `[N, V, K]` and P `[N, K, K]`."""
 
     def step(state, observation):
@@ -91,18 +108,18 @@ def each_state(write: Callable, state: tuple, observations: Observation) -> tupl
 
 @partial(jax.jit, static_argnames=("init", "write", "dtype"))
 def deep_states(init, write, dtype, observations, alpha):
-    """`each_state` from the start, in `dtype`."""
+    """`every_state` from the initial state, in `dtype`."""
     state = init(observations.value.shape[1], observations.key.shape[1], alpha, dtype=dtype)
-    return each_state(write, state, observations)
+    return every_state(write, state, observations)
 
 
 @jax.jit
 def prefix_solutions(observations, alpha):
-    """The batch solution of every prefix: later observations get importance 0 and forget nothing."""
+    """The batch solution of every prefix. Later observations get importance 0 and forgetting 1."""
     depth = observations.forgetting.shape[0]
-    seen = jnp.tril(jnp.ones((depth, depth), bool))
-    forgetting = jnp.where(seen, observations.forgetting, 1)
-    importance = jnp.where(seen, observations.importance, 0)
+    in_prefix = jnp.tril(jnp.ones((depth, depth), bool))
+    forgetting = jnp.where(in_prefix, observations.forgetting, 1)
+    importance = jnp.where(in_prefix, observations.importance, 0)
     return jax.vmap(
         lambda forgetting, importance: solve_depth_regression(
             Observation(observations.key, observations.value, forgetting, importance), alpha

@@ -1,36 +1,34 @@
-"""A write and the next read in one: equal to the two of them, in values and gradients, as a kernel and without one."""
+"""The fused write and read equal separate ones in values and gradients, as a kernel and in plain JAX."""
 
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ldm_jax import Observation, rls_read, rls_write
+from depth_problems import relative
+from ldm_jax import Observation, rls_correction, rls_read, rls_write
 from ldm_jax.memory import undo_write, write_read
-from ldm_jax.memory.rls import rls_correction
 
 GROUPS, WIDTH = 2, 256
-each_way = pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernel"])
+each_implementation = pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernel"])
 
 
-def one_by_one(memory, covariance, key, value, importance, query):
-    """M after the write, and the readout, by `rls_write` and `rls_read` of every token and group."""
+def separate(memory, covariance, key, value, importance, query):
+    """M after the write, and the readout, by `rls_write` and `rls_read` for every token and group."""
 
     def one(m, p, k, v, beta, q):
         m, _ = rls_write(m, p, Observation(k, v, jnp.asarray(0.9, m.dtype), beta))
         return m, rls_read(m, q)
 
-    def all_of(m, p, k, v, beta, q):
-        return jax.vmap(jax.vmap(one))(m, p, k, v, beta, q)
-
     tokens, width = value.shape
     groups = key.shape[1]
     m = memory.reshape(len(memory), tokens, groups, -1).transpose(1, 2, 3, 0)
-    m, y = all_of(m, covariance, key, value.reshape(tokens, groups, -1), importance, query)
+    m, y = jax.vmap(jax.vmap(one))(m, covariance, key, value.reshape(tokens, groups, -1), importance, query)
     return m.transpose(3, 0, 1, 2).reshape(len(memory), tokens, width), y.reshape(tokens, width)
 
 
@@ -45,7 +43,7 @@ def fused(interpret, memory, covariance, key, value, importance, query):
     return after, readout
 
 
-def problem(rng, tokens, key_dim):
+def random_arguments(rng, tokens, key_dim):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape))  # noqa: E731
     root = draw(tokens, GROUPS, key_dim, key_dim)
     importance = jnp.asarray(rng.choice([0.0, 1.0, 1e3], size=(tokens, GROUPS)))
@@ -53,10 +51,10 @@ def problem(rng, tokens, key_dim):
     return *arguments, draw(tokens, WIDTH), importance, draw(tokens, GROUPS, key_dim)
 
 
-@each_way
+@each_implementation
 @pytest.mark.parametrize(("tokens", "key_dim"), [(1, 1), (130, 3)])  # 130: the second block of tokens is not full
 def test_equals_write_then_read_with_gradients(rng, x64, interpret, tokens, key_dim):
-    arguments = problem(rng, tokens, key_dim)
+    arguments = random_arguments(rng, tokens, key_dim)
     weights = jnp.asarray(rng.normal(size=(key_dim + 1, tokens, WIDTH)))
 
     def run(function):
@@ -66,59 +64,60 @@ def test_equals_write_then_read_with_gradients(rng, x64, interpret, tokens, key_
 
         return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(6)), has_aux=True))(*arguments)
 
-    (_, expected), expected_grads = run(one_by_one)
-    (_, actual), grads = run(lambda *arguments: fused(interpret, *arguments))
-    # Importance 1000 makes gradients of 1e-3 of the largest out of parts as large as it.
+    (_, expected), expected_grads = run(separate)
+    (_, actual), grads = run(partial(fused, interpret))
     for a, b in zip((*actual, *grads), (*expected, *expected_grads), strict=True):
+        # With importance 1000, gradients of 1e-3 of the largest are differences of terms of its size.
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * float(jnp.abs(b).max()))
 
 
-@each_way
-def test_undo_gives_back_memory_and_value(rng, x64, interpret):
-    memory, _, key, value, _, query = problem(rng, 5, 3)
+@each_implementation
+def test_undo_restores_memory_and_value(rng, x64, interpret):
+    memory, _, key, value, _, query = random_arguments(rng, 5, 3)
     after, error, _ = write_read(memory, key, query, value, query, interpret=interpret)
-    before, again = undo_write(after, key, query, error, interpret=interpret)
-    np.testing.assert_allclose(before, memory, atol=1e-12)
-    np.testing.assert_allclose(again, value, atol=1e-12)
+    before, restored_value = undo_write(after, key, query, error, interpret=interpret)
+    # A few roundings of the largest memory after the write.
+    scale = float(jnp.abs(after).max())
+    assert relative(before, memory, scale) < 1e-14
+    assert relative(restored_value, value, scale) < 1e-13
 
 
-@each_way
-def test_what_does_not_belong_together_is_refused(rng, unchecked_annotations, interpret):
-    m, _, k, v, _, q = (x.astype(jnp.float32) for x in problem(rng, 5, 2))
+@each_implementation
+def test_shapes_and_types_are_checked(rng, unchecked_annotations, interpret):
+    m, _, k, v, _, q = (x.astype(jnp.float32) for x in random_arguments(rng, 5, 2))
     for wrong in (k[:, :1], k[..., :1], k[:1], k[0], k[None]):
-        with pytest.raises(
-            ValueError, match=r"the query has shape .* must be \[\*tokens, G, K\] with tokens \(5,\), K 2"
-        ):
+        with pytest.raises(ValueError, match=r"query.*\[\*tokens, G, K\] with tokens \(5,\), K 2"):
             write_read(m, k, k, v, wrong, interpret=interpret)
-        with pytest.raises(ValueError, match="the gain has shape"):
+        with pytest.raises(ValueError, match="gain"):
             undo_write(m, k, wrong, v, interpret=interpret)
     for memory, value in ((jnp.moveaxis(m, 0, 1), v), (m, v[:, :128]), (m, v[:, :1]), (m[:, :1], v)):
-        with pytest.raises(ValueError, match=r"the memory has shape .* must be \[K, \*tokens, D\] and \[\*tokens, D\]"):
+        with pytest.raises(ValueError, match=r"memory.*\[K, \*tokens, D\] and \[\*tokens, D\]"):
             write_read(memory, k, k, value, q, interpret=interpret)
-    with pytest.raises(TypeError, match="the value is int32"):
+    with pytest.raises(TypeError, match="value is int32"):
         write_read(m, k, k, v.astype(jnp.int32), q, interpret=interpret)
     after, error, readout = write_read(m[:, :0], k[:0], k[:0], v[:0], q[:0], interpret=interpret)
     assert (after.shape, error.shape, readout.shape) == ((2, 0, WIDTH), (0, WIDTH), (0, WIDTH))
 
 
-@each_way
+@each_implementation
 def test_leading_axes_types_and_transformations(rng, interpret):
-    memory, _, key, value, _, query = (x.astype(jnp.float32) for x in problem(rng, 6, 2))
+    memory, _, key, value, _, query = (x.astype(jnp.float32) for x in random_arguments(rng, 6, 2))
     value = value.astype(jnp.bfloat16)
-    run = lambda m, k, v, q: write_read(m, k, k, v, q, interpret=interpret)  # noqa: E731
+    run = jax.jit(lambda m, k, v, q: write_read(m, k, k, v, q, interpret=interpret))
     after, error, readout = run(memory, key, value, query)
     assert (after.dtype, error.dtype, readout.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
     folded = run(*(x.reshape(*x.shape[:axis], 2, 3, *x.shape[axis + 1 :]) for axis, x in
                    ((1, memory), (0, key), (0, value), (0, query))))  # fmt: skip
-    np.testing.assert_array_equal(folded[0].reshape(after.shape), after)
-    mapped = jax.vmap(run, in_axes=(1, 0, 0, 0), out_axes=(1, 0, 0))(
+    # A rounding or two: other shapes may be compiled with other fused multiply-adds.
+    assert relative(folded[0].reshape(after.shape), after) < 5e-7
+    mapped = jax.jit(jax.vmap(run, in_axes=(1, 0, 0, 0), out_axes=(1, 0, 0)))(
         memory[:, :, None], key[:, None], value[:, None], query[:, None]
     )
-    np.testing.assert_allclose(mapped[0][:, :, 0], after, atol=1e-6)
-    np.testing.assert_allclose(mapped[2][:, 0].astype(jnp.float32), readout.astype(jnp.float32), atol=2e-2)
-    of_value = jax.grad(lambda v: jnp.sum(run(memory, key, v, query)[2].astype(jnp.float32)))(value)
+    assert relative(mapped[0][:, :, 0], after) < 5e-7
+    assert relative(mapped[2][:, 0].astype(jnp.float32), readout.astype(jnp.float32)) < 2**-7  # bfloat16 has 8 bits
+    of_value = jax.eval_shape(jax.grad(lambda v: jnp.sum(run(memory, key, v, query)[2].astype(jnp.float32))), value)
     assert of_value.dtype == jnp.bfloat16
-    low = jax.grad(lambda k: jnp.sum(run(memory, k, value, query)[0]))(key.astype(jnp.bfloat16))
+    low = jax.eval_shape(jax.grad(lambda k: jnp.sum(run(memory, k, value, query)[0])), key.astype(jnp.bfloat16))
     assert low.dtype == jnp.bfloat16
 
 

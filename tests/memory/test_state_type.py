@@ -1,20 +1,15 @@
-"""The state keeps the type that it was given; observations are cast to it."""
+"""Writes preserve the type of the state, and cast observations to it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from depth_problems import FORMS
-from ldm_jax import Observation, additive_write, delta_write, depth_memory_loop, init_state, rls_read
+from depth_problems import ADDITIVE, DELTA, RLS, WRITES, each_regression, each_write
+from ldm_jax import Observation, depth_memory_loop, init_state, rls_read
 
-RLS, SQRT = FORMS["rls"], FORMS["sqrt"]
-each_write = pytest.mark.parametrize(
-    ("write", "init"),
-    [(RLS.write, RLS.init), (SQRT.write, SQRT.init), (additive_write, RLS.init), (delta_write, RLS.init)],
-)
 KEY, VALUE = [0.0, 1.0, 0.0, 2.0], [1.0, 2.0, 3.0]
-GIVEN = {
+OBSERVATIONS = {
     "numpy float64": Observation(np.array(KEY), np.array(VALUE), np.float64(0.5), np.float64(2)),
     "numpy float32": Observation(np.float32(KEY), np.float32(VALUE), np.float32(0.5), np.float32(2)),
     "numpy float16": Observation(np.float16(KEY), np.float16(VALUE), np.float16(0.5), np.float16(2)),
@@ -25,90 +20,90 @@ GIVEN = {
     "jax int": Observation(*(jnp.asarray(part, jnp.int32) for part in (KEY, VALUE, 1, 2))),
     "mixed": Observation(np.float16(KEY), jnp.asarray(VALUE, jnp.bfloat16), np.float64(0.5), 2),
 }
-each_given = pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+each_observation = pytest.mark.parametrize("observation", OBSERVATIONS.values(), ids=OBSERVATIONS)
 
 
 @pytest.mark.parametrize(
-    ("write", "init", "dtype"),
+    ("name", "dtype"),
     [
-        (RLS.write, RLS.init, "float32"),
-        (RLS.write, RLS.init, "float64"),
-        (SQRT.write, SQRT.init, "float32"),
-        (SQRT.write, SQRT.init, "float64"),
-        (additive_write, RLS.init, "float32"),
-        (delta_write, RLS.init, "float32"),
+        ("rls", "float32"),
+        ("rls", "float64"),
+        ("sqrt_rls", "float32"),
+        ("sqrt_rls", "float64"),
+        ("additive", "float32"),
+        ("delta", "float32"),
     ],
 )
-@each_given
+@each_observation
 @pytest.mark.usefixtures("x64")
-def test_write_keeps_the_state_type(write, init, given, dtype):
-    M, P = init(3, 4, 2.0, dtype=jnp.dtype(dtype))
+def test_write_preserves_the_type_of_the_state(name, observation, dtype):
+    write = WRITES[name]
+    M, P = write.init(3, 4, 2.0, dtype=jnp.dtype(dtype))
     assert M.dtype == P.dtype == dtype
-    M_after, P_after = write(M, P, given)
+    M_after, P_after = write.write(M, P, observation)
     assert M_after.dtype == P_after.dtype == dtype
     # By hand, with importance 2 and k'k = 5: M = v k' times alpha beta / (lambda + alpha beta k'k), or times beta.
-    times = 2 if write in (additive_write, delta_write) else 4 / (float(given.forgetting) + 20)
-    # What is given is exact in every type, so only the state's own roundings of numbers up to 12 are left.
-    expected, tolerance = times * np.outer(VALUE, KEY), 32 * float(jnp.finfo(dtype).eps)
+    times = 2 if write in (ADDITIVE, DELTA) else 4 / (float(observation.forgetting) + 20)
+    # The observation is exact in every type, so the only roundings are those of the state.
+    expected = times * np.outer(VALUE, KEY)
+    tolerance = 8 * float(jnp.finfo(dtype).eps) * np.max(expected)
     np.testing.assert_allclose(np.asarray(M_after, np.float64), expected, rtol=0, atol=tolerance)
 
 
 @each_write
-@each_given
-def test_default_state_is_float32_without_64_bit_mode(write, init, given):
-    M, P = write(*init(3, 4, 2.0), given)
+@each_observation
+def test_default_state_is_float32_without_64_bit_mode(write, observation):
+    M, P = write.write(*write.init(3, 4, 2.0), observation)
     assert M.dtype == P.dtype == jnp.float32
 
 
 @pytest.mark.usefixtures("x64")
 def test_float64_observations_are_rounded_to_a_float32_state(rng):
     key, value = rng.normal(size=4), rng.normal(size=3)
-    wide = Observation(jnp.asarray(key), jnp.asarray(value), jnp.asarray(0.9), jnp.asarray(0.3))
-    assert wide.key.dtype == jnp.float64
-    rounded = Observation(*(np.asarray(part, np.float32) for part in wide))
-    for actual, expected in zip(
-        RLS.write(*RLS.init(3, 4, 2.0), wide), RLS.write(*RLS.init(3, 4, 2.0), rounded), strict=True
-    ):
+    float64 = Observation(jnp.asarray(key), jnp.asarray(value), jnp.asarray(0.9), jnp.asarray(0.3))
+    assert float64.key.dtype == jnp.float64
+    float32 = Observation(*(np.asarray(part, np.float32) for part in float64))
+    state = RLS.init(3, 4, 2.0)
+    for actual, expected in zip(RLS.write(*state, float64), RLS.write(*state, float32), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("form", [RLS, SQRT], ids=["rls", "sqrt"])
-@each_given
+@each_regression
+@each_observation
 @pytest.mark.usefixtures("x64")
-def test_correction_and_undo_keep_the_state_type(form, given):
-    state = form.init(3, 4, 2.0)
-    correction = form.correction(*state, given)
-    after = form.apply(*state, correction, given)
-    assert {part.dtype for part in (*correction, *after, *form.undo(*after, correction, given))} == {
-        jnp.dtype("float32")
-    }
+def test_correction_and_undo_preserve_the_type_of_the_state(regression, observation):
+    state = regression.init(3, 4, 2.0)
+    correction = regression.correction(*state, observation)
+    after = regression.apply(*state, correction, observation)
+    before = regression.undo(*after, correction, observation)
+    assert {part.dtype for part in (*correction, *after, *before)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("name", [name for name in GIVEN if name not in ("python numbers", "mixed")])
+@pytest.mark.parametrize("name", [name for name in OBSERVATIONS if name not in ("python numbers", "mixed")])
 @pytest.mark.usefixtures("x64")
-def test_loop_keeps_the_state_type(name):
-    observations = Observation(*(np.asarray(part)[None] for part in GIVEN[name]))
+def test_loop_preserves_the_type_of_the_state(name):
+    observations = Observation(*(np.asarray(part)[None] for part in OBSERVATIONS[name]))
     M, P = jax.eval_shape(lambda alpha: depth_memory_loop(observations, 3, 4, alpha), 1.0)
     assert M.dtype == P.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("query", [np.array(KEY), np.float16(KEY), jnp.asarray(KEY, jnp.bfloat16)])
 @pytest.mark.usefixtures("x64")
-def test_read_has_the_memory_type(query):
+def test_read_has_the_type_of_the_memory(query):
     M, _ = init_state(3, 4, 1.0)
     assert rls_read(M, query).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("alpha", [2, 2.0, np.float64(2), np.float32(2), np.array(2), jnp.float32(2)], ids=repr)
-@pytest.mark.parametrize("form", [RLS, SQRT], ids=["rls", "sqrt"])
+@each_regression
 @pytest.mark.usefixtures("x64")
-def test_start_in_its_type(form, alpha):
-    M, state = form.init(3, 4, alpha)
+def test_alpha_is_cast_to_the_type_of_the_state(regression, alpha):
+    M, state = regression.init(3, 4, alpha)
     assert M.dtype == state.dtype == jnp.float32
-    # The square root of 2 squared: one rounding each.
-    np.testing.assert_allclose(form.covariance(np.asarray(state)), 2 * np.eye(4), rtol=3e-7)
+    # The square of a square root: one rounding each.
+    np.testing.assert_allclose(regression.covariance(np.asarray(state)), 2 * np.eye(4), rtol=3e-7)
 
 
 def test_numpy_state():
     M, P = (np.asarray(part) for part in init_state(3, 4, 2.0))
-    assert RLS.write(M, P, GIVEN["numpy float64"])[0].dtype == jnp.float32
+    assert RLS.write(M, P, OBSERVATIONS["numpy float64"])[0].dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""A write undone gives the earlier state back, over a whole chain of writes."""
+"""Undoing a sequence of writes restores every earlier state."""
 
 from functools import partial
 
@@ -6,25 +6,25 @@ import jax
 import numpy as np
 import pytest
 
-from depth_problems import FORMS, cast, random_observations
+from depth_problems import REGRESSIONS, RLS, cast, random_observations, relative
 
 DEPTH = 192
 
 
-@partial(jax.jit, static_argnames=("form", "dtype"))
-def there_and_back(form, dtype, observations):
-    """The state before every write, as it was and as it comes back from the last state."""
+@partial(jax.jit, static_argnames=("regression", "dtype"))
+def states_and_restored(regression, dtype, observations):
+    """The state before every write, and the same states restored from the last one."""
 
     def write(state, observation):
-        correction = form.correction(*state, observation)
-        return form.apply(*state, correction, observation), (state, correction)
+        correction = regression.correction(*state, observation)
+        return regression.apply(*state, correction, observation), (state, correction)
 
-    def undo(state, seen):
-        observation, correction = seen
-        before = form.undo(*state, correction, observation)
+    def undo(state, inputs):
+        observation, correction = inputs
+        before = regression.undo(*state, correction, observation)
         return before, before
 
-    start = form.init(observations.value.shape[1], observations.key.shape[1], 1.0, dtype=dtype)
+    start = regression.init(observations.value.shape[1], observations.key.shape[1], 1.0, dtype=dtype)
     last, (states, corrections) = jax.lax.scan(write, start, observations)
     return states, jax.lax.scan(undo, last, (observations, corrections), reverse=True)[1]
 
@@ -34,29 +34,30 @@ def there_and_back(form, dtype, observations):
 @pytest.mark.parametrize(
     ("name", "dtype", "memory_tolerance", "covariance_tolerance"),
     [
-        ("rls", np.float32, 1e-6, 1e-6),  # several times the 1e-7 of one rounding: the errors do not add up
-        # Scaling S by the rounded 1 / sqrt(lambda) and back by the rounded sqrt(lambda) leaves one rounding a write.
-        ("sqrt", np.float32, 1e-6, DEPTH * 1.2e-7),
-        ("rls", np.float64, 1e-14, 1e-14),  # the same counts of roundings at 2e-16
-        ("sqrt", np.float64, 1e-14, DEPTH * 2.2e-16),
+        ("rls", np.float32, 1e-6, 1e-6),  # several roundings of 1e-7: errors do not add up over depth
+        # S is scaled by the rounded 1 / sqrt(lambda) and by the rounded sqrt(lambda): one rounding per write.
+        ("sqrt_rls", np.float32, 1e-6, DEPTH * 1.2e-7),
+        ("rls", np.float64, 1e-14, 1e-14),  # the same numbers of roundings of 2e-16
+        ("sqrt_rls", np.float64, 1e-14, DEPTH * 2.2e-16),
     ],
 )
 @pytest.mark.usefixtures("x64")
-def test_every_earlier_state_comes_back(rng, name, dtype, memory_tolerance, covariance_tolerance, forgetting, growth):
+def test_every_state_is_restored(rng, name, dtype, memory_tolerance, covariance_tolerance, forgetting, growth):
     observations = random_observations(rng, DEPTH, 4, 4, forgetting=forgetting)
     value = observations.value * np.geomspace(1, growth, DEPTH)[:, None]
     importance = observations.importance * (rng.random(DEPTH) < 0.9)
     observations = cast(observations._replace(value=value, importance=importance), dtype)
-    (M, P), (M_back, P_back) = there_and_back(FORMS[name], dtype, observations)
-    assert np.max(np.abs(M_back - M)) < memory_tolerance * np.max(np.abs(M))
-    # P shrinks over depth, so each is measured by itself.
-    assert np.all(np.max(np.abs(P_back - P), axis=(1, 2)) < covariance_tolerance * np.max(np.abs(P), axis=(1, 2)))
+    (M, P), (restored_M, restored_P) = states_and_restored(REGRESSIONS[name], dtype, observations)
+    assert relative(restored_M, M) < memory_tolerance
+    # P shrinks over depth, so the error of each is relative to itself.
+    errors, sizes = np.max(np.abs(restored_P - P), axis=(1, 2)), np.max(np.abs(P), axis=(1, 2))
+    assert np.all(errors < covariance_tolerance * sizes)
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_first_state_is_the_start(rng):
+def test_the_initial_state_is_restored(rng):
     observations = random_observations(rng, DEPTH, 4, 4, forgetting=0.9)
-    _, (M, P) = there_and_back(FORMS["rls"], np.float32, observations)
-    # As above: some roundings of values of order 1.
-    np.testing.assert_allclose(M[0], np.zeros((4, 4)), rtol=0, atol=1e-6 * np.max(np.abs(M)))
-    np.testing.assert_allclose(P[0], np.eye(4), rtol=0, atol=1e-6)
+    _, (M, P) = states_and_restored(RLS, np.float32, observations)
+    # As above: several roundings of the largest M, and of P = I.
+    assert relative(M[0], np.zeros((4, 4)), np.max(np.abs(M))) < 1e-6
+    assert relative(P[0], np.eye(4)) < 1e-6

@@ -1,4 +1,4 @@
-"""Derivatives of every write and of the read: against finite differences, and at importance exactly 0."""
+"""Derivatives of every write and of the read, against finite differences, and at importance 0."""
 
 from functools import partial
 
@@ -8,28 +8,20 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from depth_problems import FORMS, relative
-from ldm_jax import (
-    Observation,
-    additive_write,
-    delta_write,
-    rls_read,
-    rls_write,
-    sqrt_rls_write,
-)
+from depth_problems import RLS, SQRT_RLS, each_regression, each_write, relative
+from ldm_jax import Observation, rls_read
 
 pytestmark = pytest.mark.usefixtures("x64")
-each_write = pytest.mark.parametrize("write", [rls_write, sqrt_rls_write, additive_write, delta_write])
 
 STEP = 1e-5
-DIFFERENCES = 1e-7  # truncation at STEP^2 = 1e-10 and rounding at 1e-16 / STEP = 1e-11, times growing derivatives
+DIFFERENCES = 1e-7  # truncation STEP^2 = 1e-10 and rounding 1e-16 / STEP = 1e-11, times higher derivatives
 
 
 @pytest.fixture
 def arguments(rng, write):
     """A state and an observation."""
     factor = np.eye(3) + 0.3 * rng.normal(size=(3, 3))
-    state = rng.normal(size=(2, 3)), factor if write is sqrt_rls_write else factor @ factor.T
+    state = rng.normal(size=(2, 3)), factor if write is SQRT_RLS else factor @ factor.T
     observation = Observation(rng.normal(size=3), rng.normal(size=2), np.asarray(0.7), np.asarray(1.2))
     return *state, observation
 
@@ -40,7 +32,7 @@ def weights(rng):
 
 
 def loss(write, weights, arguments):
-    M, P = write(*arguments)
+    M, P = write.write(*arguments)
     return jnp.sum(weights[0] * jnp.sin(M)) + jnp.sum(weights[1] * jnp.cos(P))
 
 
@@ -48,9 +40,9 @@ value_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=2), static_argnums
 
 
 def admissible(write, direction):
-    """S may move in any direction, P only in symmetric ones."""
+    """The direction with a symmetric P. S may have any direction."""
     M, P, observation = direction
-    return (M, P if write is sqrt_rls_write else (P + P.T) / 2, observation)
+    return (M, P if write is SQRT_RLS else (P + P.T) / 2, observation)
 
 
 def central_difference(write, weights, arguments, direction):
@@ -64,7 +56,7 @@ def central_difference(write, weights, arguments, direction):
 @each_write
 def test_gradient_against_central_differences(write, weights, arguments):
     flat, unflatten = ravel_pytree(arguments)
-    # Along every coordinate; those of P along with their mirror images.
+    # Along every coordinate; those of P symmetrised.
     directions = [admissible(write, unflatten(one)) for one in np.eye(flat.size)]
     differences = [central_difference(write, weights, arguments, direction) for direction in directions]
     gradient = ravel_pytree(value_and_gradient(write, weights, arguments)[1])[0]
@@ -85,7 +77,7 @@ def test_jvp_against_differences_and_vjp(rng, write, weights, arguments):
     )
     gradient = ravel_pytree(value_and_gradient(write, weights, arguments)[1])[0]
     flat_tangent = ravel_pytree(tangent)[0]
-    # The slope may cancel, so errors are measured against |gradient| |tangent|.
+    # The slope may cancel, so errors are relative to |gradient| |tangent|.
     scale = np.linalg.norm(gradient) * np.linalg.norm(flat_tangent)
     assert abs(slope - central_difference(write, weights, arguments, tangent)) < DIFFERENCES * scale
     assert abs(slope - gradient @ flat_tangent) < 1e-13 * scale
@@ -104,22 +96,26 @@ def test_read_gradient(rng):
     assert relative(f(point)[1], differences) < DIFFERENCES
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each_regression
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float64, 1e-14)])  # some roundings each
-def test_slope_at_importance_zero(rng, name, dtype, tolerance):
-    form, factor = FORMS[name], rng.normal(size=(3, 3))
+def test_slope_at_importance_0(rng, regression, dtype, tolerance):
+    factor = rng.normal(size=(3, 3))
     M, P, key, value = rng.normal(size=(2, 3)), factor @ factor.T, rng.normal(size=3), rng.normal(size=2)
-    state = tuple(np.asarray(part, dtype) for part in (M, P if name == "rls" else factor))
+    state = tuple(np.asarray(part, dtype) for part in (M, P if regression is RLS else factor))
     forgetting = 0.7
 
     @jax.jit
     @jax.jacrev
     def slope(importance):
-        M_after, state_after = form.write(*state, Observation(key, value, forgetting, importance))
-        return M_after, form.covariance(state_after)
+        M_after, state_after = regression.write(*state, Observation(key, value, forgetting, importance))
+        return M_after, regression.covariance(state_after)
 
     M_slope, P_slope = slope(dtype(0))
-    # By hand: d/d beta of beta / (lambda + beta k'u) at 0 is 1 / lambda.
+    # By hand: the derivative of beta / (lambda + beta k'u) by beta at 0 is 1 / lambda.
     u = P @ key
-    assert relative(M_slope, np.outer(value - M @ key, u) / forgetting) < tolerance
-    assert relative(P_slope, -np.outer(u, u) / forgetting**2) < tolerance
+    # Terms of P k and of M k may cancel, so errors are relative to the terms' absolute values.
+    u_size = np.abs(factor) @ np.abs(factor).T @ np.abs(key)
+    error_size = np.abs(value) + np.abs(M) @ np.abs(key)
+    M_scale, P_scale = np.max(error_size) * np.max(u_size) / forgetting, np.max(u_size) ** 2 / forgetting**2
+    assert relative(M_slope, np.outer(value - M @ key, u) / forgetting, M_scale) < tolerance
+    assert relative(P_slope, -np.outer(u, u) / forgetting**2, P_scale) < tolerance

@@ -19,16 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from ldm_jax.mixers.memory_form import MemoryState, Recurrent
 
 from ldm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from ldm_jax.data import Batch
 from ldm_jax.memory import Observation
 from ldm_jax.memory.depth_scan import Backward
+from ldm_jax.memory.recurrent import MemoryShape, Recurrent
+from ldm_jax.memory.write import Covariance, MemoryState
 from ldm_jax.mixers import Form, LDMConfig, MixerConfig, Write
-from ldm_jax.parallel import batch_sharding, make_mesh, shardings
+from ldm_jax.nn import model_declarations
+from ldm_jax.parallel import make_mesh
+from ldm_jax.parameters import shardings
 from ldm_jax.roofline.counts import COLLECTIVES
-from ldm_jax.sharding import Axis, partition
+from ldm_jax.sharding import Axis, batch_sharding, partition
 from ldm_jax.train import make_state, make_train_step
 
 # Sizes that are unique, also as products and after sharding.
@@ -38,9 +41,9 @@ LDM = LDMConfig(groups=GROUPS, key_dim=KEY, latent_dim=12)
 OBSERVATIONS = MODEL.sublayers + 1
 MESHES = [(2, 1, 2, 2), (1, 2, 2, 2)]
 FORMS = {
-    "recurrent, undone": MixerConfig(ldm=LDM, backward=Backward.REVERSIBLE),
+    "recurrent, reversible": MixerConfig(ldm=LDM, backward=Backward.REVERSIBLE),
     "recurrent, stored": MixerConfig(ldm=LDM, backward=Backward.STORED),
-    "dual, undone": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL), backward=Backward.REVERSIBLE),
+    "dual, reversible": MixerConfig(ldm=dataclasses.replace(LDM, form=Form.DUAL), backward=Backward.REVERSIBLE),
 }
 KINDS = "|".join(COLLECTIVES)
 
@@ -87,7 +90,7 @@ def compiled_step(mixer, sizes):
         state = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             shapes,
-            shardings(shapes, mesh),
+            shardings(shapes, mesh, model_declarations(config.model, config.mixer)),
         )
         window = jax.ShapeDtypeStruct((8, 17), np.int32, sharding=batch_sharding(mesh))
         return make_train_step(config, mesh).lower(state, Batch(window, window)).compile()
@@ -99,7 +102,8 @@ def of_memory(write, sizes, *, wrong=False):
     With `wrong`, the query is sharded differently than the memory, so that a collective must be found.
     """
     config = Config(MODEL, MixerConfig(ldm=LDM), train=TrainConfig(batch_size=8), mesh=MeshConfig(*sizes))
-    mesh, form, tokens = make_mesh(config), Recurrent(write), (8, 16, GROUPS)
+    mesh, tokens = make_mesh(config), (8, 16, GROUPS)
+    form = Recurrent(write.rule, MemoryShape(GROUPS, VALUE, KEY))
     by_group = Axis.BATCH, Axis.TOKENS, Axis.GROUPS
 
     def array(*own, axes=by_group):
@@ -107,11 +111,11 @@ def of_memory(write, sizes, *, wrong=False):
         spec = partition(shape, (*axes, *[None] * len(own)), dict(mesh.shape))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
-    state = MemoryState(array(KEY, VALUE), array(KEY, KEY))
+    covariance = None if write.rule.covariance is None else Covariance(array(KEY, KEY), array())
+    state = MemoryState(array(KEY, VALUE), covariance)
     observation = Observation(array(KEY), array(VALUE), array(), array())
     query = array(KEY, axes=(Axis.BATCH, Axis.GROUPS, Axis.TOKENS) if wrong else by_group)
-    forgetting = jax.ShapeDtypeStruct((GROUPS,), jnp.float32, sharding=NamedSharding(mesh, jax.P("tensor")))
-    operations = {"read": (lambda state, query: form.read(state, query, VALUE), state, query)}
+    operations = {"read": (form.read, state, query)}
     if not wrong:
         operations["write"] = form.write, state, observation
     found = {}
@@ -130,7 +134,7 @@ def of_memory(write, sizes, *, wrong=False):
             found[name] = collectives(compiled)
             found[f"{name}, pulled back"] = collectives(jax.jit(pulled).lower(results, *arguments).compile())
             if name == "write" and results[1] is not None:
-                undo = jax.jit(form.undo).lower(*results, forgetting).compile()
+                undo = jax.jit(form.undo).lower(*results).compile()
                 found["undo"] = collectives(undo)
     return found
 
@@ -155,7 +159,7 @@ def main() -> None:
                 print(f"  {write}: {name}", *table(found), sep="\n")
                 memory[f"{sizes} {write} {name}"] = len(found)
         for name, mixer in FORMS.items():
-            if (name == "recurrent, undone") != (sizes == MESHES[0]):
+            if (name == "recurrent, reversible") != (sizes == MESHES[0]):
                 continue  # each on one mesh only, because they take long to compile
             compiled = compiled_step(mixer, sizes)
             found = collectives(compiled)

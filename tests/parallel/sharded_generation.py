@@ -17,8 +17,9 @@ from ldm_jax.config import Config, MeshConfig, ModelConfig
 from ldm_jax.infer import Sampling, generate
 from ldm_jax.infer.generation import read_prompts
 from ldm_jax.mixers import DepthMemory, LDMConfig, MixerConfig, MixerKind, init_memory
-from ldm_jax.nn import init_params, model_graph
-from ldm_jax.parallel import make_mesh, shardings
+from ldm_jax.nn import init_params, model_declarations, model_graph
+from ldm_jax.parallel import make_mesh
+from ldm_jax.parameters import shardings
 
 MODEL = ModelConfig(depth=2, width=64, heads=4, kv_heads=2, mlp_width=96)
 LDM = LDMConfig(groups=4, key_dim=4, latent_dim=8)
@@ -47,7 +48,9 @@ def generation(kind):
     for sizes in MESHES:
         mesh = make_mesh(Config(MODEL, mixer, mesh=MeshConfig(*sizes)))
         with jax.set_mesh(mesh):
-            state, tokens = sample(graph, jax.device_put(params, shardings(params, mesh)))
+            state, tokens = sample(
+                graph, jax.device_put(params, shardings(params, mesh, model_declarations(MODEL, mixer)))
+            )
         key = state.cache.layers.key
         parts = key.size // key.addressable_data(0).size
         yield sizes, {"difference": difference(state.logits, one.logits), "same": tokens == expected, "parts": parts}

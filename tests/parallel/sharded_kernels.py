@@ -11,9 +11,9 @@ from functools import partial
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from ldm_jax.mixers.ldm_fused import on_own_part
 
 from ldm_jax.memory.fused import undo_write, write_read
+from ldm_jax.mixers.depth_memory import on_own_shard
 from ldm_jax.nn.softmax_attention import plain_attention, splash_attention
 from ldm_jax.sharding import Axis, MeshAxis, partition
 
@@ -66,7 +66,7 @@ def write_and_undo(sizes, _):
     of_values, of_keys = (batch, tokens, width), (batch, tokens, groups, key_dim)
     memory, value, *keys = normal((key_dim, *of_values), of_values, of_keys, of_keys, of_keys)
     key, gain, query = keys
-    kernel = partial(on_own_part, partial(write_read, interpret=True))
+    kernel = partial(on_own_shard, partial(write_read, interpret=True))
     axes = (None, *ROWS, Axis.GROUPS), *[(*ROWS, Axis.GROUPS, None)] * 2, (*ROWS, Axis.GROUPS)
     arguments = memory, key, gain, value, query
     cotangents = tuple(normal(memory.shape, of_values, of_values))
@@ -74,7 +74,7 @@ def write_and_undo(sizes, _):
     expected = jax.jit(partial(value_and_pull, write_read))(cotangents, *arguments)
     after, error, _ = found[0]
     with jax.set_mesh(make_mesh(sizes)):
-        undone = jax.jit(partial(on_own_part, partial(undo_write, interpret=True)))(after, key, gain, error)
+        undone = jax.jit(partial(on_own_shard, partial(undo_write, interpret=True)))(after, key, gain, error)
     return largest([*found, undone], [*expected, (memory, value)])
 
 

@@ -16,7 +16,10 @@ import optax
 from cases import Case
 from doubled import in_float64
 from ldm_jax.data import Batch
-from ldm_jax.parallel import batch_sharding, make_mesh, shardings
+from ldm_jax.nn import model_declarations
+from ldm_jax.parallel import make_mesh
+from ldm_jax.parameters import shardings
+from ldm_jax.sharding import batch_sharding
 from ldm_jax.train import make_state, make_train_step
 
 
@@ -54,7 +57,7 @@ def compare(case):
     one_loss, expected = on_one_device(case._replace(mesh=(1, 1, 1, 1)))  # the same for every mesh
     mesh = make_mesh(config)
     state = start(config)
-    placed = jax.device_put(state, shardings(state, mesh))
+    placed = jax.device_put(state, shardings(state, mesh, model_declarations(config.model, config.mixer)))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(batch, batch_sharding(mesh))
         loss, found = loss_and_gradient(case, make_train_step(config, mesh), placed, sharded)

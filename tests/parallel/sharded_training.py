@@ -20,7 +20,9 @@ from ldm_jax.config import Config, MeshConfig, ModelConfig
 from ldm_jax.data import Batch
 from ldm_jax.infer import make_memory_figures
 from ldm_jax.mixers import LDMConfig, MixerConfig
-from ldm_jax.parallel import make_mesh, shardings
+from ldm_jax.nn import model_declarations
+from ldm_jax.parallel import make_mesh
+from ldm_jax.parameters import shardings
 from ldm_jax.train import load_run, make_state, train
 from ldm_jax.train.checkpoints import Checkpoints
 from runs import make_corpus, tiny
@@ -38,7 +40,8 @@ def error_of_figures():
     params = make_state(config).params
     expected, mesh = make_memory_figures(config)(params, windows), make_mesh(config)
     with jax.set_mesh(mesh):
-        found = make_memory_figures(config)(jax.device_put(params, shardings(params, mesh)), windows)
+        places = shardings(params, mesh, model_declarations(config.model, config.mixer))
+        found = make_memory_figures(config)(jax.device_put(params, places), windows)
     return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
 
 
