@@ -1,7 +1,8 @@
-"""The baseline mixers once more, in float64 NumPy, by loops over sublayers and tokens. No JAX, nothing of the package.
+"""Reference implementations of the baseline mixers, in float64 NumPy, by loops over sublayers and tokens.
 
-Each twin is `(embedding [T, D], layers, ends, functions) -> [T, D]`: what the model's final norm is given. `layers` has
-a dictionary of parameters for each sublayer, `ends` is that of the ends; `functions` are the sublayers, of one token.
+They use neither JAX nor the package. Each is `(embedding [T, D], layers, ends, functions) -> [T, D]`, the input of the
+model's final norm. `layers` is a list of the parameters of each sublayer, `ends` are those of the ends, and `functions`
+are the sublayers, for one token.
 """
 
 import numpy as np
@@ -45,13 +46,13 @@ def attnres(embedding, layers, ends, functions):
 
 
 def block_sources(sublayers, block_size):
-    """The sources of every sublayer and of the end: lists of the outputs that each source sums; 0 is the embedding."""
-    everything = []
+    """The sources of every read: for each source the outputs that it is the sum of. Output 0 is the embedding."""
+    sources = []
     for reader in range(1, sublayers + 2):
         written = list(range(1, reader))
         blocks = [written[i : i + block_size] for i in range(0, len(written), block_size)]
-        everything.append([[0], *blocks])
-    return everything
+        sources.append([[0], *blocks])
+    return sources
 
 
 def attnres_block(embedding, layers, ends, functions, block_size):
