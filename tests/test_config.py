@@ -208,7 +208,7 @@ def test_options_are_converted_to_their_types():
         (lambda: LDMConfig(unit_keys=1), "unit_keys is 1.*true or false"),
         (lambda: LDMConfig(initial_gain=float("nan")), "initial_gain is nan"),
         (lambda: LDMConfig(initial_gain=float("inf")), "initial_gain is inf"),
-        (lambda: LDMConfig(alpha=1e300), "alpha is 1e.300.*1e-30 to 1e30"),
+        (lambda: LDMConfig(alpha=1e300), "alpha is 1e.300"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -57,7 +57,7 @@ def test_partition():
         ("data", "fsdp"), None, "tensor"
     )
     assert partition((6, 6, 3), (Axis.BATCH, Axis.TOKENS, Axis.GROUPS), mesh) == PartitionSpec(None, None, None)
-    with pytest.raises(ValueError, match="the array's shape is"):
+    with pytest.raises(ValueError, match="length 1"):
         partition((2, 2), (Axis.BATCH,), mesh)
     with pytest.raises(ValueError, match="batch and width of one array both lie along the mesh's fsdp"):
         partition((8, 8), (Axis.BATCH, Axis.WIDTH), mesh)
