@@ -1,13 +1,13 @@
-"""What holds in every test: annotations are checked, the seed is printed."""
+"""Settings of all tests: annotations are checked at run time, and the random seed is printed."""
 
 import os
 import tempfile
 from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The tests compile far more than they compute.
+# The tests spend much more time on compilation than on computation.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-# jaxlib 0.10 has another way to emit fusions, which compiles in less than half the time; later ones have one way.
+# The older fusion emitter of jaxlib 0.10 compiles in less than half the time. Later versions do not have the option.
 os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 jaxtyping.install_import_hook("ldm_jax", "beartype.beartype")
-_compiled = tempfile.TemporaryDirectory(prefix="ldm_jax_tests_")  # what one test compiles, the next one has
+_compiled = tempfile.TemporaryDirectory(prefix="ldm_jax_tests_")  # a compilation cache for the tests of this process
 jax.config.update("jax_compilation_cache_dir", _compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
@@ -40,14 +40,14 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture
 def x64():
-    """The test runs in JAX's 64-bit mode."""
+    """Enables JAX's 64-bit mode."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def unchecked_annotations():
-    """Off with the annotation checks, so that the sentences of our own errors are what is raised."""
+    """Disables the annotation checks, so that the library's own errors are raised."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

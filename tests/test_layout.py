@@ -1,4 +1,4 @@
-"""The house: imports go one way, the memory is pure, what is public is annotated and documented."""
+"""The layout of the package: imports in one direction, a pure memory, annotated and documented public functions."""
 
 import ast
 import importlib
@@ -20,17 +20,8 @@ LAYERS = [
     {"train"},
     {"compare", "interpret", "roofline", "bench"},
 ]
-SHARED = {
-    "typing",
-    "sharding",
-    "errors",
-    "files",
-    "config",
-    "options",
-    "parameters",
-    "progress",
-    "plots",
-}  # may be imported from anywhere that may import theirs
+SHARED = {"typing", "sharding", "parameters", "errors", "files", "config", "options", "progress", "plots"}
+"""Modules and packages that all layers may import."""
 MODULES = sorted(ROOT.glob("ldm_jax/**/*.py"))
 
 
@@ -48,7 +39,7 @@ def imports(file):
 
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_go_one_way(file):
+def test_imports_point_in_one_direction(file):
     parts = file.relative_to(ROOT / "ldm_jax").parts
     if len(parts) == 1 or parts[0] in SHARED:
         return
@@ -61,13 +52,13 @@ def test_imports_go_one_way(file):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ldm_jax" / "memory").glob("*.py")), ids=lambda file: file.name)
-def test_the_memory_is_pure(file):
+def test_the_memory_imports_only_jax_numpy_and_the_standard_library(file):
     allowed = {"jax", "numpy", "jaxtyping", "typing", "collections", "dataclasses", "enum", "functools"}
     for module in imports(file):
         assert module.split(".")[0] in allowed or package_of(module) in {"memory", "typing"}, module
 
 
-def test_the_memory_imports_no_flax():
+def test_the_memory_does_not_load_flax():
     code = "import ldm_jax.memory, sys; assert 'flax' not in sys.modules and 'orbax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -77,7 +77,7 @@ class DepthMemoryConfig(MixerOptions):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
         if not 1e-30 <= self.alpha <= 1e30:  # the state is float32
-            raise ValueError(f"alpha is {self.alpha}, but it must lie in [1e-30, 1e30].")
+            raise ValueError(f"alpha is {self.alpha}, but it must lie in the range from 1e-30 to 1e30.")
         if not abs(self.initial_gain) < float("inf"):
             raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite.")
         if self.forgetting_floor is not None and not 1e-6 <= self.forgetting_floor <= 1:

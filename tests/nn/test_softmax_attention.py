@@ -1,4 +1,4 @@
-"""The kernels of attention against plain attention, values and gradients; and plain attention against a loop."""
+"""Plain attention against a loop over queries, and the kernels against plain attention, in values and gradients."""
 
 import functools
 
@@ -8,56 +8,61 @@ import numpy as np
 import pytest
 
 from ldm_jax.nn.softmax_attention import flash_attention, plain_attention, splash_attention
+from models import assert_close
 
-TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 64
-SEGMENTS = jnp.asarray(np.repeat([[1, 2, 3], [1, 1, 2]], [100, 56, 100], axis=1).astype(np.int32))
+TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 1, 64
+SEGMENTS = np.repeat([[1, 2, 3], [1, 1, 2]], [100, 56, 100], axis=1).astype(np.int32)
+each_segments = pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "documents"])
 
 
-def example(dtype=jnp.float32):
+def example():
     rng = np.random.default_rng(0)
     shapes = [(2, TOKENS, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def loop_attention(query, key, value, segments):
-    """One query at a time, float64."""
+    """One query at a time, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.zeros_like(query)
     for b, t, h in np.ndindex(query.shape[:3]):
         j = h * key.shape[2] // query.shape[2]
-        seen = np.arange(t + 1)
+        visible = np.arange(t + 1)
         if segments is not None:
-            seen = seen[np.asarray(segments)[b, seen] == segments[b, t]]
-        scores = key[b, seen, j] @ query[b, t, h] / np.sqrt(query.shape[-1])
+            visible = visible[segments[b, visible] == segments[b, t]]
+        scores = key[b, visible, j] @ query[b, t, h] / np.sqrt(query.shape[-1])
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ value[b, seen, j] / weights.sum()
+        out[b, t, h] = weights @ value[b, visible, j] / weights.sum()
     return out
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "documents"])
-def test_plain_attention_is_a_loop_over_queries(segments):
-    query, key, value = example()
-    np.testing.assert_allclose(
-        plain_attention(query, key, value, segments), loop_attention(query, key, value, segments), atol=1e-5
-    )
+def as_array(segments):
+    return None if segments is None else jnp.asarray(segments)
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "documents"])
-def test_splash_attention_is_plain_attention(segments):
-    kernel = functools.partial(splash_attention, interpret=True)
+@each_segments
+def test_plain_attention_equals_a_loop_over_queries(segments):
+    arrays = example()
+    assert_close(jax.jit(plain_attention)(*arrays, as_array(segments)), loop_attention(*arrays, segments), 2e-6)
+
+
+@each_segments
+def test_splash_attention_equals_plain_attention(segments):
     cotangent = jax.random.normal(jax.random.key(0), (2, TOKENS, HEADS, HEAD_DIM))
 
-    def value_and_pull(attend):
-        value, pull = jax.vjp(lambda *arrays: attend(*arrays, segments), *example())
-        return value, *pull(cotangent)
+    def value_and_cotangents(attend):
+        value, pull_back = jax.vjp(lambda *arrays: attend(*arrays, as_array(segments)), *example())
+        return value, *pull_back(cotangent)
 
-    found, expected = (jax.jit(functools.partial(value_and_pull, attend))() for attend in (kernel, plain_attention))
+    kernel = functools.partial(splash_attention, interpret=True)
+    found, expected = (jax.jit(functools.partial(value_and_cotangents, f))() for f in (kernel, plain_attention))
     for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)  # softmax and sums in another order
+        # Softmax and sums over up to 256 tokens in another order.
+        assert_close(a, b)
 
 
-def test_flash_attention_is_plain_where_there_is_no_kernel():
-    arrays = example()
-    np.testing.assert_array_equal(flash_attention(*arrays, SEGMENTS), plain_attention(*arrays, SEGMENTS))
-    odd = [x[:, :100] for x in arrays]  # which no kernel takes
+def test_flash_attention_falls_back_to_plain_attention():
+    arrays, segments = example(), jnp.asarray(SEGMENTS)
+    np.testing.assert_array_equal(flash_attention(*arrays, segments), plain_attention(*arrays, segments))
+    odd = [x[:, :100] for x in arrays]  # a length that no kernel supports
     np.testing.assert_array_equal(flash_attention(*odd, None), plain_attention(*odd, None))
