@@ -16,7 +16,7 @@ from ldm_jax.train import load_run
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prints loss, perplexity and bits a byte with standard errors; of a depth memory also without its reads."""
+    """Prints loss, perplexity and bits per byte with standard errors; of a depth memory also without its reads."""
 
     run: tyro.conf.Positional[Path]
     """Directory of the run."""
@@ -60,7 +60,7 @@ def main() -> None:
             silent = evaluate(without_reads(run.params), windows)
             print(f"with all read gains at zero: {silent}")
             worth, error = silent.difference(result)
-            print(f"the memory's reads are worth {worth:.4f} +- {error:.4f} nats a token to this model")
+            print(f"the memory's reads are worth {worth:.4f} +- {error:.4f} nats per token to this model")
 
 
 if __name__ == "__main__":

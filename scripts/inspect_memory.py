@@ -39,7 +39,7 @@ def main() -> None:
     windows = load_data(run.config.data, run.config.model.vocabulary).validation_windows(arguments.windows).windows
     figures = inspect(run.config, run.params, windows, arguments.batch_size)
     directory = arguments.out or arguments.run / "inspection"
-    tokens = len(windows) * run.config.data.context
+    tokens = len(windows.tokens) * run.config.data.context
     title = f"{arguments.run.name}, step {run.step}, {tokens:,} held-out tokens"
     for file in [save_figures(run.config, figures, directory), *plot_inspection(run.config, figures, directory, title)]:
         print(file)

@@ -65,7 +65,7 @@ def test_evaluate_tells_what_the_memory_is_worth(home):
     assert result.returncode == 0, result.stderr
     assert "validation loss: " in result.stdout
     assert "with all read gains at zero: " in result.stdout
-    assert re.search(r"the memory's reads are worth -?\d\.\d{4} \+- \d\.\d{4} nats a token", result.stdout)
+    assert re.search(r"the memory's reads are worth -?\d\.\d{4} \+- \d\.\d{4} nats per token", result.stdout)
 
 
 def test_text_is_prepared_and_trained_on(home):

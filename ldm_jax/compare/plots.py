@@ -56,7 +56,7 @@ def _curves(axes: Axes, rows: Sequence[MethodResult]) -> None:
         axes.plot(steps, losses.mean(axis=0), style, color=f"C{index}", label=row.method, markersize=4)
         axes.plot([steps[-1]] * len(losses), losses[:, -1], "_", color=f"C{index}")
         axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=f"C{index}", alpha=0.15, linewidth=0)
-    axes.set(xlabel="training step", ylabel="validation loss (nats a token)")
+    axes.set(xlabel="training step", ylabel="validation loss (nats per token)")
     axes.set_title("Validation loss: mean over seeds; bands span all seeds, dashes mark each seed's end")
     axes.legend()
 
@@ -69,7 +69,7 @@ def _against_compute(axes: Axes, rows: Sequence[MethodResult]) -> None:
         x = row.costs.flops_per_token / 1e6
         axes.errorbar([x], [row.loss.mean], yerr=spread, marker=marker, color=f"C{index}", capsize=3, label=row.method)
     axes.set_xlabel("flops of a training step (millions a token, without the optimizer)")
-    axes.set_ylabel("final validation loss (nats a token)")
+    axes.set_ylabel("final validation loss (nats per token)")
     axes.set_title("Loss against compute at the same tokens; 95 % Student intervals over seeds")
     assert isinstance(axes.figure, Figure)
     axes.figure.legend(loc="outside right upper")
@@ -86,5 +86,5 @@ def _bars(axes: Axes, rows: Sequence[MethodResult]) -> None:
     axes.set_yticks(positions, [row.method for row in worst_first])
     margin = 0.1 * (means.max() - means.min()) + spreads.max() + 1e-3
     axes.set_xlim(means.min() - margin, means.max() + margin)
-    axes.set_xlabel("final validation loss (nats a token); the axis does not start at 0")
+    axes.set_xlabel("final validation loss (nats per token); the axis does not start at 0")
     axes.set_title("Final losses: mean, 95 % Student interval, and each seed")

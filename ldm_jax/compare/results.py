@@ -65,7 +65,7 @@ class MethodResult:
 
     @property
     def loss(self) -> Mean:
-        """Final validation loss in nats a token."""
+        """Final validation loss in nats per token."""
         return mean([run.validation_loss for run in self.runs])
 
     @property
@@ -158,10 +158,10 @@ def markdown(rows: Sequence[MethodResult], baseline: str = BASELINE) -> str:
 
 
 LEGEND = """
-Loss: final loss on held-out text in nats a token; mean over seeds and 95 % Student interval. The rate was chosen on the
-first seed, whose loss is therefore the lowest of several. Flops and memory: of loss and gradient, without the
+Loss: final loss on held-out text in nats per token; mean over seeds and 95 % Student interval. The rate was chosen on
+the first seed, whose loss is therefore the lowest of several. Flops and memory: of loss and gradient, without the
 optimizer; memory beside parameters and gradients; mHC's Sinkhorn iterations count once. Step: time of a training step
-on this machine, the methods alternating.
+on the machine that measured costs.json, the methods alternating.
 """
 
 

@@ -84,9 +84,9 @@ class RunResult:
     learning_rate: float
     steps: int
     training_loss: float
-    """Mean of the logged losses of the last tenth of the steps, in nats a token."""
+    """Mean of the logged losses of the last tenth of the steps, in nats per token."""
     validation_loss: float
-    """After the last step, in nats a token."""
+    """After the last step, in nats per token."""
     seconds: float
     validation_curve: Curve
 

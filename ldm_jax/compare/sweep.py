@@ -143,7 +143,7 @@ class Sweep:
                     result = done.result()
                     finished[result.key] = result
                     write_runs(self.file, list(finished.values()))
-                    end = f"validation loss {result.validation_loss:.4f} nats a token, {result.seconds:.0f} s"
+                    end = f"validation loss {result.validation_loss:.4f} nats per token, {result.seconds:.0f} s"
                     where = f"{result.method:<20} rate {result.learning_rate:g} seed {result.seed}"
                     self.say(f"{where}: {'diverged' if result.diverged else end}")
             except BaseException:

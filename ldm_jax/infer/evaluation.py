@@ -41,9 +41,9 @@ class Evaluation(NamedTuple):
         """Loss, perplexity and bits per byte, with standard errors."""
         relative = self.standard_error / self.loss
         return (
-            f"{self.loss:.4f} +- {self.standard_error:.4f} nats a token, perplexity {self.perplexity:.2f} +- "
+            f"{self.loss:.4f} +- {self.standard_error:.4f} nats per token, perplexity {self.perplexity:.2f} +- "
             f"{self.perplexity * self.standard_error:.2f}, {self.bits_per_byte:.4f} +- "
-            f"{self.bits_per_byte * relative:.4f} bits a byte"
+            f"{self.bits_per_byte * relative:.4f} bits per byte"
         )
 
     def difference(self, other: "Evaluation") -> tuple[float, float]:

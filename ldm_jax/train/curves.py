@@ -28,7 +28,7 @@ def plot_runs(runs: Sequence[Path], names: Sequence[str], file: Path) -> None:
     """Draws loss, gradient norm, learning rate and speed of runs against tokens seen.
 
     The thin line is the training loss, one batch a point; the line with markers is the validation loss. Losses are in
-    nats a token, or in bits a byte if the runs' tokens differ in length.
+    nats per token, or in bits per byte if the runs' tokens differ in length.
 
     Raises:
         UserError: a run has no metrics, or the picture cannot be written.
@@ -58,7 +58,7 @@ def plot_runs(runs: Sequence[Path], names: Sequence[str], file: Path) -> None:
     norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     norm.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     norm.yaxis.set_minor_formatter(NullFormatter())
-    loss.set_ylabel("loss (bits a byte)" if in_bits else "loss (nats a token)")
+    loss.set_ylabel("loss (bits per byte)" if in_bits else "loss (nats per token)")
     loss.legend()
     save_picture(figure, file)
 
@@ -107,7 +107,7 @@ def _curve(rows: Rows, name: str) -> tuple[list[Any], list[Any]]:
 
 
 def _bits_per_byte(rows: Rows) -> float | None:
-    """Bits a byte for a loss of 1 nat a token. None: there was no validation yet."""
+    """Bits per byte for a loss of 1 nat per token. None: there was no validation yet."""
     both = [row for row in rows if "validation_loss" in row]
     return both[-1]["validation_bits_per_byte"] / both[-1]["validation_loss"] if both else None
 
@@ -118,7 +118,7 @@ def _plot_losses(axes: Axes, name: str, rows: Rows, index: int, scale: float) ->
     axes.plot(tokens, [scale * loss for loss in losses], line_style(index), color=colour, linewidth=0.7, alpha=0.6)
     label, bits = f"{name}: validation", _curve(rows, "validation_bits_per_byte")[1]
     if bits:
-        label += f", {bits[-1]:.3f} bits a byte at the end"
+        label += f", {bits[-1]:.3f} bits per byte at the end"
     tokens, losses = _curve(rows, "validation_loss")
     scaled = [scale * loss for loss in losses]
     axes.plot(tokens, scaled, line_style(index, markers=True), color=colour, linewidth=1.8, label=label)
