@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from ldm_jax.memory import checks
 from ldm_jax.memory.depth_cache import ByDepth, DepthCache, GrowingCache, StackedCache
 from ldm_jax.memory.observation import Observation, checked_observations
-from ldm_jax.memory.products import apply_symmetric, combine
+from ldm_jax.memory.products import combine, symmetric
 from ldm_jax.memory.recurrent import Alpha, MemoryShape, observe_keys, over_tokens, start_covariance
 from ldm_jax.memory.write import Covariance, Gain, WriteRule
 from ldm_jax.typing import DType, InverseCovarianceLike, KeyLike, Value
@@ -47,7 +47,7 @@ def dual_weights(
     checks.check_shape("the inverse covariance", inverse_covariance, (key_dim, key_dim), "K, K")
     key, _, forgetting, importance = observations
     inverse_covariance = jnp.asarray(inverse_covariance)
-    projected = apply_symmetric(inverse_covariance, jnp.asarray(query, inverse_covariance.dtype))
+    projected = combine(jnp.asarray(query, inverse_covariance.dtype), symmetric(inverse_covariance))
     return discounts(forgetting) * importance * combine(projected.astype(key.dtype), key.T)
 
 
@@ -83,8 +83,10 @@ class Dual:
         groups, value_dim, key_dim = self.shape
         cache = GrowingCache()
         if self.depth is not None:
-            key, value = jnp.zeros((*tokens, groups, key_dim)), jnp.zeros((*tokens, groups, value_dim), self.dtype)
-            entry = Observation(key, value, jnp.ones((groups,)), jnp.zeros((*tokens, groups)))
+            scalars = jnp.zeros((*tokens, groups), jnp.float32)
+            key, value = (jnp.zeros((*scalars.shape, n)) for n in (key_dim, value_dim))
+            forgetting = jnp.ones((groups,), jnp.float32)
+            entry = Observation(key.astype(jnp.float32), value.astype(self.dtype), forgetting, scalars)
             cache = StackedCache.empty(self.depth, entry)
         state = DualState(start_covariance(self.rule, self.shape, tokens, alpha), cache)
         return state if first is None else self.write(state, first)[0]

@@ -229,11 +229,11 @@ class Fused:
     def start(self, tokens: tuple[int, ...], alpha: Alpha, first: Observation | None = None) -> FusedState:
         """The state before the first write, or with a deferred write of observation 0."""
         groups, value_dim, key_dim = self.shape
-        memory = jnp.zeros((key_dim, *tokens, groups * value_dim))
+        memory = jnp.zeros((key_dim, *tokens, groups * value_dim), jnp.float32)
         covariance = start_covariance(self.rule, self.shape, tokens, alpha)
         assert covariance is not None
         if first is None:
-            key = jnp.zeros((*tokens, groups, key_dim))
+            key = jnp.zeros((*tokens, groups, key_dim), jnp.float32)
             return FusedState(memory, covariance, DeferredWrite(key, key, jnp.zeros(memory.shape[1:], self.dtype)))
         return self._defer(memory, covariance, first)[0]
 
@@ -273,6 +273,6 @@ class Fused:
         self, memory: Float[Array, "K *tokens D"], covariance: Covariance, observation: Observation
     ) -> tuple[FusedState, Gain]:
         covariance, gain = observe_keys(self.rule, covariance, observation)
-        value = observation.value.reshape(memory.shape[1:])
+        value = observation.value.reshape(memory.shape[1:]).astype(self.dtype)
         key_and_gain = observation.key, gain.size[..., None] * gain.direction
         return FusedState(memory, covariance, DeferredWrite(*key_and_gain, value)), gain

@@ -43,21 +43,13 @@ def _outer_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> t
     return outer(a, b), _column_times_row(d_a, b) + _column_times_row(a, d_b)
 
 
-@jax.custom_jvp
-def apply_symmetric(matrix: Float[Array, "K K"], vector: Float[Array, " K"]) -> Float[Array, " K"]:
-    """`P k` for a symmetric `P`, with the cotangent `(y k' + k y') / 2` for `P`, which is symmetric to the bit.
+def symmetric(matrix: Float[Array, "K K"]) -> Float[Array, "K K"]:
+    """`(P + P') / 2`: changes no bit of a symmetric `P`, and makes its cotangent symmetric.
 
-    With the plain cotangent `y k'`, an antisymmetric part would accumulate in the backward pass through the writes.
+    Every write applies it. Rounding makes cotangents slightly asymmetric (even `a b + b a`, if fused). The
+    antisymmetric part would grow in the backward pass, and make the gradients of the keys meaningless.
     """
-    return _matmul(matrix, vector)
-
-
-@apply_symmetric.defjvp
-def _apply_symmetric_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    matrix, vector = primals
-    d_matrix, d_vector = tangents
-    by_matrix = jnp.sum(d_matrix * vector, axis=-1) + jnp.sum(d_matrix * vector[:, None], axis=0)
-    return apply_symmetric(matrix, vector), by_matrix / 2 + apply_symmetric(matrix, d_vector)
+    return (matrix + matrix.T) / 2
 
 
 @jax.custom_jvp

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_arguments
-from ldm_jax.memory.products import apply_symmetric, combine, scaled_square
+from ldm_jax.memory.products import combine, scaled_square, symmetric
 from ldm_jax.memory.write import (
     Covariance,
     CovarianceRule,
@@ -25,11 +25,9 @@ from ldm_jax.memory.write import (
 )
 from ldm_jax.typing import (
     DType,
-    InverseCovariance,
     InverseCovarianceLike,
     Key,
     KeyLike,
-    Memory,
     MemoryLike,
     Scalar,
     ScalarLike,
@@ -48,25 +46,25 @@ def _gain(covariance: Covariance, observation: Observation) -> Gain:
     matrix, discount = covariance
     scale = rebase(discount) ** 2
     weight = observation.importance / (scale * discount * observation.forgetting)
-    u = apply_symmetric(scale * matrix, observation.key)
+    u = combine(observation.key, scale * symmetric(matrix))
     return Gain(u, weight / (1 + weight * jnp.sum(observation.key * u)), discount)
 
 
 def _advance(covariance: Covariance, gain: Gain, forgetting: Scalar) -> Covariance:
     """`P - g u u'`, symmetric to the bit, and the discount times lambda."""
     scale = rebase(covariance.discount) ** 2
-    matrix = scale * covariance.matrix - scaled_square(gain.size, gain.direction)
+    matrix = scale * symmetric(covariance.matrix) - scaled_square(gain.size, gain.direction)
     return Covariance(matrix, scale * covariance.discount * forgetting)
 
 
 def _retreat(covariance: Covariance, gain: Gain) -> Covariance:
     """`P + g u u'`, and the earlier discount: the inverse of `_advance`."""
-    matrix = covariance.matrix + scaled_square(gain.size, gain.direction)
+    matrix = symmetric(covariance.matrix) + scaled_square(gain.size, gain.direction)
     return Covariance(matrix / rebase(gain.discount) ** 2, gain.discount)
 
 
 def _project(covariance: Covariance, query: Key) -> Key:
-    return apply_symmetric(covariance.matrix, query) / covariance.discount
+    return combine(query, symmetric(covariance.matrix)) / covariance.discount
 
 
 RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project))
@@ -102,17 +100,6 @@ def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = j
     return jnp.zeros((value_dim, key_dim), dtype), _start(key_dim, alpha, dtype).matrix
 
 
-def _checked(
-    memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation
-) -> tuple[Memory, InverseCovariance, Observation]:
-    """The arguments as arrays of the state's type, with `P` replaced by `(P + P') / 2`.
-
-    That changes no bit of a symmetric `P`, and makes its cotangent symmetric even if that of the state after is not.
-    """
-    memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
-    return memory, (matrix + matrix.T) / 2, obs
-
-
 def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike, obs: Observation) -> Correction:
     """What a write computes from the state `(M, P)`: `e = v - M k`, `u = P k`, `s = lambda + beta k'u`.
 
@@ -126,7 +113,7 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
             finite.
         TypeError: M and P have different types.
     """
-    memory, matrix, obs = _checked(memory, inverse_covariance, obs)
+    memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
     u = _gain(Covariance(matrix, jnp.ones_like(obs.forgetting)), obs).direction
     error = obs.value - combine(obs.key, memory.T)
     return Correction(error, u, obs.forgetting + obs.importance * jnp.sum(obs.key * u))
@@ -139,7 +126,7 @@ def rls_apply(
 
     Shapes and errors as in `rls_correction`.
     """
-    memory, matrix, obs = _checked(memory, inverse_covariance, obs)
+    memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
     one = jnp.ones_like(obs.forgetting)
     gain = Gain(correction.projected_key, obs.importance / correction.innovation, one)
     after = _advance(Covariance(matrix, one), gain, obs.forgetting)
@@ -154,7 +141,7 @@ def rls_undo(
     The only divisor is `s >= lambda`. In float32 the relative error of `P` is about 1e-7; that of `M` is about 1e-7 of
     the largest `|M|` over depth. Shapes and errors as in `rls_correction`.
     """
-    memory, matrix, obs = _checked(memory, inverse_covariance, obs)
+    memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
     gain = Gain(correction.projected_key, obs.importance / correction.innovation, jnp.ones_like(obs.forgetting))
     before = _retreat(Covariance(obs.forgetting * matrix, obs.forgetting), gain)
     return subtract_error(memory.T, gain, correction.error).T, before.matrix

@@ -8,7 +8,6 @@ and one group. Everything is computed in the type of the state; arguments are no
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -22,7 +21,8 @@ class Covariance(NamedTuple):
 
     `J_l / prod_{j<=l} lambda_j` is a ridge regression without forgetting whose weights are
     `w_i = beta_i / prod_{j<=i} lambda_j`. So every write is done with forgetting 1 and importance `w`, which results in
-    the same `M`, and in `P` times the product of forgetting. `P` is never divided by lambda, and it does not grow.
+    the same `M`, and in `P` times the product of forgetting. The matrix is never divided by lambda; only `rebase`
+    multiplies it.
     """
 
     matrix: Float[Array, "*batch K K"]
@@ -149,8 +149,8 @@ SMALLEST_DISCOUNT = 2.0**-20
 def rebase(discount: Scalar) -> Scalar:
     """A power of two `r`: 2^10 if the discount is below 2^-20, else 1.
 
-    Multiplying `P` and the discount by `r^2` is exact and does not change the regression. It keeps the product of
-    forgetting, and the weights `beta / discount`, in the range of float32 at every depth, if forgetting is at least
-    1e-6.
+    Multiplying `P` and the discount by `r^2` is exact and does not change the regression. It keeps the discount, and
+    the weights `beta / discount`, in the range of float32 at every depth, if forgetting is at least 1e-6. In directions
+    that no key observes, `P` still grows like `lambda^-l`, and in the end overflows.
     """
-    return jnp.where(jax.lax.stop_gradient(discount) < SMALLEST_DISCOUNT, 2.0**10, 1.0).astype(discount.dtype)
+    return jnp.where(discount < SMALLEST_DISCOUNT, 2.0**10, 1.0).astype(discount.dtype)

@@ -182,7 +182,7 @@ class DepthMemory(nnx.Module):
         config.check_width(width)
         if sublayers < 1:
             raise ValueError(f"sublayers is {sublayers}, but it must be at least 1.")
-        self.config, self.width = config, width
+        self.config, self.width, self.dtype = config, width, dtype
         floor = 1e-3 ** (1 / sublayers) if config.forgetting_floor is None else config.forgetting_floor
         self.reader = Reader(width, config, dtype=dtype, rngs=rngs)
         self.writer = Writer(width, config, dtype=dtype, rngs=rngs)
@@ -203,7 +203,7 @@ class DepthMemory(nnx.Module):
     def record(self, state: AnyState, output: Float[Array, "*tokens D"]) -> tuple[AnyState, Any]:
         """`write`, and the residual for `undo`."""
         check_memory(state, output, self.config)
-        return make_form(self.config, self.width).write(state, self.writer(output, self.forgetting()))
+        return make_form(self.config, self.width, dtype=self.dtype).write(state, self.writer(output, self.forgetting()))
 
     def weights(self, state: DualState, context: Float[Array, "*tokens D"]) -> Float[Array, "N *tokens G"]:
         """The weight of every observation so far in a read; see `Reader.weights`."""
@@ -211,7 +211,7 @@ class DepthMemory(nnx.Module):
 
     def undo(self, state: AnyState, residual: Any) -> AnyState:
         """The state before a `recall` and the `record` after it."""
-        return make_form(self.config, self.width).undo(state, residual)
+        return make_form(self.config, self.width, dtype=self.dtype).undo(state, residual)
 
 
 def init_memory(
@@ -252,6 +252,10 @@ def check_memory(state: AnyState, x: Float[Array, "*tokens D"], config: DepthMem
         case DualState():
             assert state.covariance is not None
             form, found, expected = Form.DUAL, state.covariance.matrix.shape, (*grouped, key_dim, key_dim)
+        case _:
+            raise TypeError(
+                f"the memory is a {type(state).__name__}, but it must be the state of init_memory or of a write."
+            )
     if form is not config.form or found != expected:
         raise ValueError(
             f"the memory has form {form} and shape {found}, but for tokens {tokens} of width {width} it must have form "
@@ -352,7 +356,7 @@ class Writer(nnx.Module):
         bound = jax.nn.sigmoid if config.write is Write.DELTA else jax.nn.softplus
         return Observation(
             key=by_group(jnp.broadcast_to(keys, (*output.shape[:-1], config.groups, config.key_dim))),
-            value=by_group(output.reshape(*output.shape[:-1], config.groups, -1)),
+            value=by_group(output.reshape(*output.shape[:-1], config.groups, output.shape[-1] // config.groups)),
             forgetting=jnp.broadcast_to(forgetting, (*output.shape[:-1], config.groups)),
             importance=bound(self.importance(latent)),
         )

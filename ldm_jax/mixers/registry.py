@@ -67,6 +67,8 @@ class _MixerChoice:
 
     def with_options(self, **changes: Any) -> "MixerConfig":
         """A copy with some options of the selected mixer changed."""
+        if not changes:
+            return self  # pyright: ignore[reportReturnType]
         return dataclasses.replace(self, **{self.kind: dataclasses.replace(self.options, **changes)})  # pyright: ignore
 
 
