@@ -41,10 +41,17 @@ def expected_reads(alpha, observations, queries):
     return jax.vmap(rls_read)(before, queries)
 
 
-@pytest.mark.parametrize(("depth", "key_dim", "forgetting"), [(96, 4, 0.5), (96, 8, 0.7), (400, 4, 0.9)])
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("write", [Write.RLS, Write.SQRT_RLS])
-def test_gradients_where_the_discount_is_rebased(rng, x64, write, name, depth, key_dim, forgetting):
+@pytest.mark.parametrize(
+    ("write", "name", "depth", "key_dim", "forgetting"),
+    [
+        (Write.RLS, "recurrent", 96, 4, 0.5),
+        (Write.RLS, "dual", 96, 8, 0.7),
+        (Write.RLS, "dual", 400, 4, 0.9),
+        (Write.RLS, "fused", 96, 4, 0.5),
+        (Write.SQRT_RLS, "dual", 96, 4, 0.5),
+    ],
+)
+def test_gradients_where_the_discount_is_rebased(rng, write, name, depth, key_dim, forgetting):
     assert forgetting**depth < SMALLEST_DISCOUNT
     observations = random_observations(rng, depth, VALUE, key_dim, forgetting=forgetting, importance=(0.5, 2.0))
     queries = rng.normal(size=(depth, key_dim)).astype(np.float32)
@@ -57,8 +64,9 @@ def test_gradients_where_the_discount_is_rebased(rng, x64, write, name, depth, k
 
     form = FORMS[name](write, key_dim, depth)
     found = gradients(lambda *arguments: read_all(form, *arguments), jnp.float32)
-    expected = gradients(expected_reads, jnp.float64)
-    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    with jax.enable_x64(True):
+        expected = jax.tree.map(np.asarray, gradients(expected_reads, jnp.float64))
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == jnp.float32
         # Rounding of 6e-8, magnified by the condition of P: with lambda .5 it holds two or three keys only.
