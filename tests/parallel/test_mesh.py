@@ -111,6 +111,7 @@ def test_sizes():
         MeshConfig(fsdp=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_mesh_is_restored_on_others(tmp_path):
     found = json.loads(on_eight_devices("sharded_training.py", str(tmp_path)).splitlines()[-1])
     # The MLP's kernel is sharded over fsdp and tensor, two each.
