@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 jaxtyping.install_import_hook("ldm_jax", "beartype.beartype")
-_compiled = tempfile.TemporaryDirectory(prefix="ldm_jax_tests_")  # a compilation cache for the tests of this process
+# A compilation cache for the tests of this process, and for the processes that they start.
+_compiled = tempfile.TemporaryDirectory(prefix="ldm_jax_tests_")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 jax.config.update("jax_compilation_cache_dir", _compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
@@ -27,6 +29,12 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of the tests' random inputs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files with the longest tests first, so that the workers finish at about the same time."""
+    first = {"parallel", "train", "test_scripts.py"}
+    items.sort(key=lambda item: first.isdisjoint(item.path.parts))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,7 +1,7 @@
-"""The collectives of a training step of LDM, compiled for eight devices; none of them moves the memory.
+"""The collectives of LDM's memory (argument `memory`) or training step (`steps`), compiled for eight devices.
 
-Prints for each program the collectives by kind, with the shapes that they move. test_collectives.py reads the last
-line.
+None of them moves the memory. Prints for each program the collectives by kind, with the shapes that they move.
+test_collectives.py reads the last line.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -150,26 +151,37 @@ def table(found):
     return lines or ["    none"]
 
 
-def main() -> None:
-    memory, steps = {}, {}
+def memory() -> dict[str, int]:
+    """The number of collectives of each operation, and of one that moves the memory."""
+    numbers = {}
     for sizes in MESHES:
-        print(f"mesh {sizes}; shapes of one device; K {KEY}, V {VALUE}, G {GROUPS}, D {MODEL.width}")
+        print_mesh(sizes)
         for write in (Write.RLS, Write.SQRT_RLS, Write.ADDITIVE) if sizes == MESHES[0] else (Write.RLS,):
             for name, found in of_memory(write, sizes).items():
                 print(f"  {write}: {name}", *table(found), sep="\n")
-                memory[f"{sizes} {write} {name}"] = len(found)
-        for name, mixer in FORMS.items():
-            if (name == "recurrent, reversible") != (sizes == MESHES[0]):
-                continue  # each on one mesh only, because they take long to compile
-            compiled = compiled_step(mixer, sizes)
-            found = collectives(compiled)
-            print(f"  training step, {name}", *table(found), sep="\n")
-            moved = sum(one.moves_memory for one in found)
-            steps[f"{sizes} {name}"] = {"all": len(found), "memory": moved, "largest": largest_memory(compiled)}
+                numbers[f"{sizes} {write} {name}"] = len(found)
     wrong = of_memory(Write.RLS, MESHES[0], wrong=True)["read"]
     print("a read whose query is sharded differently than the memory", *table(wrong), sep="\n")
-    print(json.dumps({"memory": memory, "steps": steps, "wrong": sum(one.moves_memory for one in wrong)}))
+    return {**numbers, "wrong": sum(one.moves_memory for one in wrong)}
+
+
+def steps() -> dict[str, dict[str, int]]:
+    """The collectives of each form's training step: all, those that move the memory; and the largest memory."""
+    numbers = {}
+    for name, mixer in FORMS.items():
+        sizes = MESHES[0] if name == "recurrent, reversible" else MESHES[1]  # on one mesh each: they compile for long
+        print_mesh(sizes)
+        compiled = compiled_step(mixer, sizes)
+        found = collectives(compiled)
+        print(f"  training step, {name}", *table(found), sep="\n")
+        moved = sum(one.moves_memory for one in found)
+        numbers[f"{sizes} {name}"] = {"all": len(found), "memory": moved, "largest": largest_memory(compiled)}
+    return numbers
+
+
+def print_mesh(sizes) -> None:
+    print(f"mesh {sizes}; shapes of one device; K {KEY}, V {VALUE}, G {GROUPS}, D {MODEL.width}")
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({"memory": memory, "steps": steps}[sys.argv[1]]()))
