@@ -90,7 +90,8 @@ class PreparationLine(ProgressLine):
     def show(self, shards: int, tokens: int, done: float | None) -> None:
         """Shows the state; `done` is None where the length of the source is not known."""
         seconds = max(time.monotonic() - self._started, 1e-3)
-        line = f"{shards:,} shards  {tokens:,} tokens  {(tokens - self._first_tokens) / seconds:,.0f} tokens/s"
+        speed = (tokens - self._first_tokens) / seconds
+        line = f"{shards:,} shard{'s' * (shards != 1)}  {tokens:,} tokens  {speed:,.0f} tokens/s"
         if done is not None and done > self._first_done:
             self.update(f"{line}  {done:.0%}", seconds * (1 - done) / (done - self._first_done))
         else:

@@ -1,17 +1,16 @@
-"""Prints the loss of a trained model on held-out text: `python scripts/evaluate.py RUN [--data CORPUS ...]`."""
+"""Prints the loss of a trained model on held-out text: `python scripts/evaluate.py RUN [--data TEXT ...]`."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from ldm_jax.config.command_line import parse, run_script
-from ldm_jax.data import load_data
+from ldm_jax.data import ValidationText, load_data, load_validation_text
 from ldm_jax.errors import UserError
 from ldm_jax.infer import make_evaluate
 from ldm_jax.mixers import DepthMemoryConfig, without_reads
-from ldm_jax.train import load_run
+from ldm_jax.train import TrainedRun, load_run
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class Arguments:
     run: tyro.conf.Positional[Path]
     """Directory of the run."""
     data: tuple[str, ...] = ()
-    """Prepared corpora, evaluated one by one. None: the held-out text of the run's own data."""
+    """Files, patterns of files, or prepared corpora, evaluated one by one. None: the held-out text of the run's own
+    data."""
     windows: int = 256
     """Number of windows, each of one context, spread evenly over the held-out text; at most as many as it has."""
     batch_size: int = 8
@@ -35,32 +35,33 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
     run = load_run(arguments.run)
-    trained_on = run.config.data
-    corpora = [
-        dataclasses.replace(trained_on, corpus=None, path=None, corpora=(directory,), weights=())
-        for directory in arguments.data
-    ]
-    for config in corpora or [trained_on]:
-        data = load_data(config, max(run.config.model.vocabulary, 2**31))  # the tokenizers are compared instead
+    for path in arguments.data:
+        text = load_validation_text(path, run.config.data, run.tokenizer)
+        _evaluate(run, text, f" of {path}", arguments)
+    if not arguments.data:
+        data = load_data(run.config.data, run.config.model.vocabulary)
         if data.tokenizer.fingerprint != run.tokenizer.fingerprint:
-            raise UserError(
-                f"{config.corpora[0]} has another tokenizer than the run: prepare it with the run's tokenizer, "
-                "--tokenizer bytes or the tokenizer.json of the corpus that the run was trained on."
-            )
-        if not corpora and data.fingerprint != run.corpus:
+            raise UserError("the run was trained with another tokenizer than that of its data now: restore the corpus.")
+        if data.fingerprint != run.corpus:
             print("note: the corpus has changed since the run, so the held-out text may include training text")
-        windows = data.validation_windows(arguments.windows)
-        evaluate = make_evaluate(run.graph, arguments.batch_size, data.bytes_per_token)
-        where = f" of {' and '.join(config.corpora)}" if config.corpora else ""
-        size = f"{len(windows.weights)} windows of {config.context} held-out tokens"
-        print(f"step {run.step}, {size}{where}; +- standard error")
-        result = evaluate(run.params, windows)
-        print(f"validation loss: {result}")
-        if isinstance(run.config.mixer.options, DepthMemoryConfig):
-            silent = evaluate(without_reads(run.params), windows)
-            print(f"with all read gains at zero: {silent}")
-            worth, error = silent.difference(result)
-            print(f"the memory's reads are worth {worth:.4f} +- {error:.4f} nats per token to this model")
+        _evaluate(run, data, "", arguments)
+
+
+def _evaluate(run: TrainedRun, text: ValidationText, where: str, arguments: Arguments) -> None:
+    windows = text.validation_windows(arguments.windows)
+    evaluate = make_evaluate(
+        run.graph, arguments.batch_size, text.bytes_per_token, end_of_document=text.tokenizer.end_of_document
+    )
+    count = len(windows.weights)
+    size = f"{count} window{'s' * (count != 1)} of {text.context} held-out tokens"
+    print(f"step {run.step}, {size}{where}; +- standard error")
+    result = evaluate(run.params, windows)
+    print(f"validation loss: {result}")
+    if isinstance(run.config.mixer.options, DepthMemoryConfig):
+        silent = evaluate(without_reads(run.params), windows)
+        print(f"with all read gains at zero: {silent}")
+        worth, error = silent.difference(result)
+        print(f"the memory's reads are worth {worth:.4f} +- {error:.4f} nats per token to this model")
 
 
 if __name__ == "__main__":

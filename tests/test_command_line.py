@@ -1,12 +1,14 @@
 """Exit statuses and messages of the scripts."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
-from ldm_jax.config.command_line import run_script
+from ldm_jax.config.command_line import parse, parse_train_arguments, run_script
 from ldm_jax.errors import DivergedError, UserError
 
 ROOT = Path(__file__).parents[1]
@@ -60,3 +62,20 @@ def test_compare_and_retrieval(tmp_path):
     result = script("scripts/retrieval.py", "--layers", 4, "--trials", 2, "--correlations", 0, "--out", out)
     assert result.returncode == 0, result.stderr
     assert out.exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class PathArguments:
+    """Arguments."""
+
+    run: tyro.conf.Positional[Path]
+    files: tuple[Path, ...] = ()
+    out: Path | None = None
+
+
+def test_the_home_directory_in_paths(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = parse(PathArguments, ["~/run", "--files", "a", "~/b", "--out", "~"])
+    assert arguments == PathArguments(tmp_path / "run", (Path("a"), tmp_path / "b"), tmp_path)
+    with pytest.raises(UserError, match=str(tmp_path / "c.toml")):
+        parse_train_arguments(["~/c.toml"])

@@ -140,7 +140,7 @@ def read_runs(file: Path) -> list[RunResult]:
     """
     if not file.exists():
         return []
-    with file.open(newline="", encoding="utf-8") as text:
+    with file.open(newline="", encoding="utf-8-sig") as text:
         reader = csv.DictReader(text)
         if reader.fieldnames != _COLUMNS:
             raise UserError(f"{file} has the columns {reader.fieldnames}, but they must be {', '.join(_COLUMNS)}.")

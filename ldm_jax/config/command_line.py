@@ -41,6 +41,20 @@ def _boolean(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Pri
     )
 
 
+@_REGISTRY.primitive_rule
+def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
+    """In a path, `~` is the home directory, also where the shell has not replaced it."""
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: Path(os.path.expanduser(words[0])),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 OverriddenConfig = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 """A config whose fields have flags `--section.field`."""
 
@@ -104,8 +118,8 @@ def parse_over_config(arguments_type: type[OverConfig], arguments: list[str]) ->
     """
     # The file's values are the defaults of the flags, so the file is read before they are parsed.
     named = bool(arguments) and not arguments[0].startswith("-")
-    config = read_config(Path(arguments[0])) if named else Config()
-    file = Path(arguments[0]) if named else tyro.MISSING
+    config = read_config(Path(os.path.expanduser(arguments[0]))) if named else Config()
+    file = Path(os.path.expanduser(arguments[0])) if named else tyro.MISSING
     default = arguments_type(config_file=file, config=config)
     try:
         parsed = tyro.cli(arguments_type, args=arguments, default=default, config=_TYRO_FLAGS, registry=_REGISTRY)

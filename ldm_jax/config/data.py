@@ -34,9 +34,13 @@ class DataConfig:
     context: int = 256
     """T: tokens per window."""
     document_bytes: int = 65536
-    """Longer files of path are split at line ends into documents of about this many bytes."""
+    """Longer files of path are split at line ends into documents of about this many bytes; small corpora into shorter
+    ones."""
     validation_fraction: float = 0.05
     """Fraction of the documents held out for validation, chosen by a hash of their content. Corpora have their own."""
+    validation_path: str | None = None
+    """Validation text, instead of a part of the training text: files, or a directory written by
+    scripts/prepare_data.py."""
 
     def __post_init__(self) -> None:
         check_option_types(self)

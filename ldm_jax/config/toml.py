@@ -116,7 +116,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 def _read_table(path: Path, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
     """As `_read`, with the key base; `derived` are the files that have this one as their base."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no config file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:

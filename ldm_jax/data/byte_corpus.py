@@ -1,10 +1,10 @@
 """A corpus of files read as bytes: one byte is one token."""
 
-import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +12,16 @@ import numpy as np
 from jaxtyping import UInt8
 
 from ldm_jax.config import Corpus, DataConfig
-from ldm_jax.data.documents import content_hash, cut, is_validation
-from ldm_jax.data.tokenizer import ByteTokenizer
+from ldm_jax.data.documents import content_hash, cut, is_near, is_validation, matching_files
+from ldm_jax.data.tokenizer import ZERO_BYTES, ByteTokenizer
 from ldm_jax.errors import UserError
 
 END_OF_DOCUMENT = bytes([ByteTokenizer.end_of_document])
+SMALLEST_CUT = 1024
+"""Small corpora are cut into documents of at least this many bytes, or `data.document_bytes` if that is less."""
+
+Documents = list[tuple[bytes, bytes]]
+"""Hashes and contents of different documents, sorted by hash."""
 
 
 class ByteCorpus(NamedTuple):
@@ -34,30 +39,15 @@ def load_byte_corpus(config: DataConfig) -> ByteCorpus:
     The result depends only on the content of the files, not on their names or directory.
 
     Raises:
-        UserError: there is no file, a file cannot be read, there are too few documents to split, or a part is shorter
-            than one window.
+        UserError: there is no file, a file cannot be read or has zero bytes, or there are too few documents to split.
     """
-    documents = [document for file in corpus_files(config) for document in _documents(file, config.document_bytes)]
-    # Sorted by hash, so that file names do not change the training data.
-    documents = sorted({content_hash(document): document for document in documents}.items())
-    if len(documents) < 2:
-        raise UserError(
-            f"the corpus {_name(config)} has {len(documents)} document(s), but at least 2 are needed, one for training "
-            "and one for validation: add text, or cut files into shorter documents with data.document_bytes."
-        )
-    count = sum(is_validation(digest, config.validation_fraction) for digest, _ in documents)
-    count = min(max(count, 1), len(documents) - 1)  # the hashes below the threshold come first
-    validation, train = (
-        np.frombuffer(b"".join(document + END_OF_DOCUMENT for _, document in part), np.uint8)
-        for part in (documents[:count], documents[count:])
-    )
-    for part, tokens in (("training", train), ("validation", validation)):
-        if len(tokens) <= config.context:
-            raise UserError(
-                f"the {part} part of the corpus {_name(config)} has {len(tokens)} bytes, but one window needs "
-                f"{config.context + 1}: add text, or lower data.context."
-            )
+    validation, train = map(_concatenated, _split(corpus_files(config), config))
     return ByteCorpus(train, validation, hashlib.blake2b(train.tobytes() + validation.tobytes()).hexdigest()[:16])
+
+
+def load_bytes(files: Sequence[Path], document_bytes: int) -> UInt8[np.ndarray, " tokens"]:
+    """The documents of files, as one part of a byte corpus. Raises UserError if a file cannot be used."""
+    return _concatenated(_documents(files, document_bytes))
 
 
 def corpus_files(config: DataConfig) -> list[Path]:
@@ -66,29 +56,75 @@ def corpus_files(config: DataConfig) -> list[Path]:
     Raises:
         UserError: there is no file, or the path is a directory.
     """
-    if config.path is None:
-        files = []
-        for directory, subdirectories, names in os.walk(sysconfig.get_paths()["stdlib"]):
-            subdirectories[:] = [name for name in subdirectories if name not in ("site-packages", "dist-packages")]
-            files += [Path(directory, name) for name in names if name.endswith(".py")]
-    else:
-        pattern = os.path.expanduser(config.path)
-        if os.path.isdir(pattern):
-            raise UserError(
-                f'data.path is "{config.path}", a directory: give a pattern of files, such as "{config.path}/**/*.txt".'
-            )
-        files = [Path(file) for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)]
-    if not files:
-        raise UserError(f"the corpus {_name(config)} has no file: check data.path.")
+    if config.path is not None:
+        return matching_files(config.path)
+    files = []
+    for directory, subdirectories, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subdirectories[:] = [name for name in subdirectories if name not in ("site-packages", "dist-packages")]
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
     return sorted(files)
 
 
-def _name(config: DataConfig) -> str:
+def _split(files: Sequence[Path], config: DataConfig) -> tuple[Documents, Documents]:
+    """The validation and the training documents; files are cut finer until the held-out share is as wanted."""
+    fraction, size = config.validation_fraction, config.document_bytes
+    while True:
+        documents = _documents(files, size)
+        count, share = _held_out(documents, fraction)
+        if is_near(share, fraction) or size < 2 * SMALLEST_CUT:
+            break
+        size //= 2
+    if not count:
+        raise UserError(
+            f"the corpus {corpus_name(config)} has too little text to be split into training and validation: add text, "
+            "set data.validation_path to other text, or cut files into shorter documents with data.document_bytes."
+        )
+    return documents[:count], documents[count:]
+
+
+def _held_out(documents: Documents, fraction: float) -> tuple[int, float]:
+    """How many documents are held out, in the order of their hashes, and the share of the text that they are.
+
+    Their hashes decide. Where the share would not be near `fraction`, it is as many as come nearest to it.
+    """
+    ends = list(accumulate(len(document) for _, document in documents))
+    shares = [end / ends[-1] for end in ends[:-1]]
+    if not shares:
+        return 0, 0.0
+    count = sum(is_validation(digest, fraction) for digest, _ in documents)
+    if not 0 < count < len(documents) or not is_near(shares[count - 1], fraction):
+        count = 1 + min(range(len(shares)), key=lambda index: abs(shares[index] - fraction))
+    return count, shares[count - 1]
+
+
+def corpus_name(config: DataConfig) -> str:
+    """How messages name the corpus."""
     return Corpus.STDLIB.value if config.path is None else f'"{config.path}"'
 
 
-def _documents(file: Path, size: int) -> Iterator[bytes]:
+def _documents(files: Sequence[Path], size: int) -> Documents:
+    """The documents of files; as they are sorted by hash, file names do not change the training data."""
+    documents: dict[bytes, bytes] = {}
+    zeros: dict[Path, int] = {}
+    for file in files:
+        text = _read(file)
+        if count := text.count(END_OF_DOCUMENT):
+            zeros[file] = count
+        documents |= {content_hash(document): document for document in cut(text, size)}
+    if zeros:
+        raise UserError(
+            f"{next(iter(zeros))} has zero bytes ({sum(zeros.values()):,} in {len(zeros):,} of {len(files):,} files), "
+            + ZERO_BYTES
+        )
+    return sorted(documents.items())
+
+
+def _concatenated(documents: Documents) -> UInt8[np.ndarray, " tokens"]:
+    return np.frombuffer(b"".join(document + END_OF_DOCUMENT for _, document in documents), np.uint8)
+
+
+def _read(file: Path) -> bytes:
     try:
-        return cut(file.read_bytes().replace(END_OF_DOCUMENT, b""), size)
+        return file.read_bytes()
     except OSError as error:
         raise UserError(f"the corpus file {file} cannot be read: {error.strerror}.") from error

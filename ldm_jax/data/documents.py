@@ -1,5 +1,6 @@
 """Documents: where they are read from, how long texts are cut, and which documents are held out."""
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -18,6 +19,9 @@ from ldm_jax.errors import UserError
 BATCH_DOCUMENTS = 4096
 BATCH_CHARACTERS = 4_000_000
 SPLIT_RULE = "held out: documents whose BLAKE2b hash of 8 bytes, as a number, is below fraction * 2^64"
+
+NEAR = 1.5
+"""A held-out share within this factor of the wanted fraction is near it."""
 
 Position = Any
 """Where to resume reading: a JSON value that only its source interprets. None is the start."""
@@ -44,6 +48,35 @@ def content_hash(document: bytes) -> bytes:
 def is_validation(digest: bytes, fraction: float) -> bool:
     """Whether a document with this hash is held out. A document and its copies are always in the same part."""
     return int.from_bytes(digest) < fraction * 2**64
+
+
+def is_near(share: float, fraction: float) -> bool:
+    """Whether a share of text is near the fraction that was wanted."""
+    share, fraction = (share, fraction) if fraction <= 0.5 else (1 - share, 1 - fraction)
+    return fraction / NEAR <= share <= fraction * NEAR
+
+
+def share_warning(share: float, fraction: float) -> str | None:
+    """A sentence, without its full stop, if the held-out share of a text is not near `fraction`."""
+    if is_near(share, fraction):
+        return None
+    return f"{share:.1%} of the text is held out, but validation_fraction is {fraction}"
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """The files of a path or a pattern, sorted; `**` matches directories, and `~` is the home directory.
+
+    Raises:
+        UserError: there is no file, or the pattern is a directory.
+    """
+    path = os.path.expanduser(pattern)
+    if os.path.isdir(path):
+        raise UserError(f'"{pattern}" is a directory: give a pattern of files, such as "{pattern}/**/*.txt".')
+    files = [path] if os.path.isfile(path) else filter(os.path.isfile, glob.glob(path, recursive=True))
+    if not (matches := [Path(file) for file in sorted(files)]):
+        hint = " In a pattern, [[] stands for the character [." if "[" in pattern else ""
+        raise UserError(f'no file matches "{pattern}": give files, or patterns such as "books/**/*.txt".{hint}')
+    return matches
 
 
 class DocumentBatch(NamedTuple):
@@ -99,17 +132,11 @@ class FileSource:
         document_bytes: text files are cut at line ends into documents of about this size. None: they are not cut.
 
     Raises:
-        UserError: a pattern matches no file.
+        UserError: a pattern matches no file, or is a directory.
     """
 
     def __init__(self, patterns: Sequence[str], column: str, document_bytes: int | None = None):
-        matches = set()
-        for pattern in patterns:
-            files = {file for file in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(file)}
-            if not files:
-                raise UserError(f'no file matches "{pattern}": give files, or patterns such as "books/**/*.txt".')
-            matches |= files
-        self._files = [Path(file) for file in sorted(matches)]
+        self._files = sorted({file for pattern in patterns for file in matching_files(pattern)}, key=str)
         self._column, self._document_bytes = column, document_bytes
         stats = [file.stat() for file in self._files]
         self._sizes = [stat.st_size for stat in stats]
@@ -144,6 +171,7 @@ class FileSource:
             elif kind in (".jsonl", ".json", ".ndjson"):
                 with _open(file) as lines:
                     for number, line in enumerate(lines, 1):
+                        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                         yield _json_row(line, f"line {number} of {file}", self._column)
             else:
                 with _open(file) as content:
@@ -162,7 +190,7 @@ class HubSource:
     """
 
     def __init__(self, name: str, subset: str | None, split: str, revision: str | None, column: str):
-        self._name, self._column = name, column
+        self._name, self._column = os.path.expanduser(name), column
         self._load = _optional_library("datasets").load_dataset
         self._options = {"name": subset, "split": split, "revision": revision, "streaming": True}
         self.fingerprint = f"{name} {subset} {split} {revision}"

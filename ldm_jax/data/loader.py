@@ -1,7 +1,10 @@
 """Training batches and validation windows from one or several corpora."""
 
+import dataclasses
 import functools
 import hashlib
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +12,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
-from jaxtyping import Float, Int32, UInt8, UInt64
+from jaxtyping import Float, Int32, UInt, UInt8, UInt64
 
 from ldm_jax.config import Corpus, DataConfig
-from ldm_jax.data.byte_corpus import load_byte_corpus
-from ldm_jax.data.prepared_corpus import PreparedCorpus, load_prepared
-from ldm_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from ldm_jax.data.byte_corpus import corpus_files, corpus_name, load_byte_corpus, load_bytes
+from ldm_jax.data.documents import FileSource, matching_files, share_warning
+from ldm_jax.data.prepared_corpus import load_prepared
+from ldm_jax.data.tokenizer import ByteTokenizer, Tokenizer, text_bytes, token_dtype
 from ldm_jax.errors import UserError
 
 THREADS = 4
@@ -51,38 +55,60 @@ class ValidationWindows(NamedTuple):
     windows it has."""
 
 
-class MixtureCorpus(NamedTuple):
-    """A corpus and its share of the mixture."""
+class Part(NamedTuple):
+    """The training or the validation text of a corpus."""
 
     name: str
-    train: TokenSequence
-    validation: TokenSequence
-    bytes_per_token: float
-    """Of the validation part."""
+    """The corpus, as in the config."""
+    tokens: TokenSequence
     weight: float
     """Fraction of all windows; the weights of all corpora sum to 1."""
+    bytes_per_token: float = math.nan
+    """Bytes of text per token, without the end-of-document tokens. Known for validation text only."""
 
 
 @dataclass(frozen=True, eq=False)
-class Data:
-    """The corpora of a run, and the windows that they are cut into."""
+class ValidationText:
+    """Text to evaluate a model on."""
 
-    corpora: tuple[MixtureCorpus, ...]
+    validation: tuple[Part, ...]
     tokenizer: Tokenizer
-    fingerprint: str
-    """A hash of the corpora, their order and weights."""
     context: int
     separate_documents: bool
-    training_windows: Callable[[int], grain.MapDataset]
-    """The endless sequence of windows `[T + 1]` for a seed."""
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token of the validation windows, to convert nats per token into bits per byte.
+        """Bytes of text per token, without the end-of-document tokens, for `make_evaluate`. 1 if tokens are bytes."""
+        return sum(part.weight * part.bytes_per_token for part in self.validation)
 
-        It is 1 for a byte corpus, where the end of a document counts as a byte.
-        """
-        return sum(corpus.weight * corpus.bytes_per_token for corpus in self.corpora)
+    def validation_windows(self, count: int) -> ValidationWindows:
+        """About `count` windows, spread evenly over the text, by weight; at least one for each corpus."""
+        windows, weights = [], []
+        for part in self.validation:
+            spread = spread_windows(part.tokens, self.context, max(1, round(part.weight * count)))
+            windows.extend(spread)
+            weights.append(np.full(len(spread), part.weight / len(spread)))
+        return ValidationWindows(self._batch(windows), np.concatenate(weights) * len(windows))
+
+    def _batch(self, windows: Sequence[Int32[np.ndarray, " T_and_next"]]) -> Batch:
+        tokens = np.stack(windows)
+        if not self.separate_documents:
+            return Batch(tokens, None)
+        ends = np.cumsum(tokens == self.tokenizer.end_of_document, axis=1, dtype=np.int32)
+        return Batch(tokens, 1 + np.pad(ends[:, :-1], ((0, 0), (1, 0))))
+
+
+@dataclass(frozen=True, eq=False)
+class Data(ValidationText):
+    """The training and validation text of a run, and the windows that it is cut into."""
+
+    training: tuple[Part, ...]
+    fingerprint: str
+    """A hash of the corpora, their order and weights."""
+    training_windows: Callable[[int], grain.MapDataset]
+    """The endless sequence of windows `[T + 1]` for a seed."""
+    warnings: tuple[str, ...] = ()
+    """Sentences, without a full stop, about an unusual split or vocabulary."""
 
     def batches(self, start: int, batch_size: int, seed: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Endless batches, starting at window number `start`.
@@ -108,32 +134,14 @@ class Data:
             batches.to_iter_dataset(grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_BATCHES))
         )
 
-    def validation_windows(self, count: int) -> ValidationWindows:
-        """About `count` windows, spread evenly over the validation parts, by weight; at least one for each corpus."""
-        windows, weights = [], []
-        for corpus in self.corpora:
-            part = spread_windows(corpus.validation, self.context, max(1, round(corpus.weight * count)))
-            windows.extend(part)
-            weights.append(np.full(len(part), corpus.weight / len(part)))
-        return ValidationWindows(self._batch(windows), np.concatenate(weights) * len(windows))
-
-    def _batch(self, windows: Sequence[Int32[np.ndarray, " T_and_next"]]) -> Batch:
-        tokens = np.stack(windows)
-        if not self.separate_documents:
-            return Batch(tokens, None)
-        ends = np.cumsum(tokens == self.tokenizer.end_of_document, axis=1, dtype=np.int32)
-        return Batch(tokens, 1 + np.pad(ends[:, :-1], ((0, 0), (1, 0))))
-
     def describe(self) -> str:
         """One line: tokens of both parts, bytes per token, and the mixture."""
-        train, validation = (
-            sum(len(getattr(corpus, part)) for corpus in self.corpora) for part in ("train", "validation")
-        )
+        train, validation = (sum(len(part.tokens) for part in parts) for parts in (self.training, self.validation))
         text = f"{train:,} tokens to train on, {validation:,} held out"
         if not isinstance(self.tokenizer, ByteTokenizer):
             text += f", {self.bytes_per_token:.2f} bytes a token"
-        if len(self.corpora) > 1:
-            text += "; " + ", ".join(f"{corpus.weight:.0%} {corpus.name}" for corpus in self.corpora)
+        if len(self.training) > 1:
+            text += "; " + ", ".join(f"{part.weight:.0%} {Path(part.name).name}" for part in self.training)
         return text
 
 
@@ -145,63 +153,137 @@ def load_data(config: DataConfig, vocabulary: int) -> Data:
             the tokenizer has more tokens than the model.
     """
     data = _load_prepared_data(config) if config.kind is Corpus.PREPARED else _load_byte_data(config)
-    if data.tokenizer.vocabulary > vocabulary:
+    tokens = data.tokenizer.vocabulary
+    if tokens > vocabulary:
         raise UserError(
-            f"model.vocabulary is {vocabulary}, but the tokenizer of the data has {data.tokenizer.vocabulary} tokens: "
-            f"set model.vocabulary to {data.tokenizer.vocabulary} or more."
+            f"model.vocabulary is {vocabulary}, but the tokenizer of the data has {tokens} tokens: set "
+            f"model.vocabulary to {tokens} or more."
         )
-    return data
+    _check_length("training", data.training, config.context)
+    _check_length("validation", data.validation, config.context)
+    if vocabulary < 2 * tokens:
+        return data
+    warning = f"model.vocabulary is {vocabulary:,}, but the tokenizer of the data has only {tokens:,} tokens"
+    return dataclasses.replace(data, warnings=(*data.warnings, warning))
+
+
+def load_validation_text(path: str, config: DataConfig, tokenizer: Tokenizer) -> ValidationText:
+    """Loads other text to evaluate a model on.
+
+    Args:
+        path: a file, a pattern of files, or a corpus written by `scripts/prepare_data.py`, of which the validation part
+            is used.
+        config: the data that the model was trained on.
+        tokenizer: the model's tokenizer.
+
+    Raises:
+        UserError: the text cannot be read, is shorter than one window, or was prepared with another tokenizer.
+    """
+    part, _ = _read_validation_text(path, config, tokenizer)
+    _check_length("validation", [part], config.context)
+    return ValidationText((part,), tokenizer, config.context, config.separate_documents)
+
+
+def _read_validation_text(path: str, config: DataConfig, tokenizer: Tokenizer) -> tuple[Part, str]:
+    """The text, and its fingerprint."""
+    if (directory := Path(os.path.expanduser(path))).is_dir():
+        corpus = load_prepared(directory, config.verify)
+        if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{path} has another tokenizer than the model: prepare it with that of the training text, --tokenizer "
+                "bytes or the tokenizer.json of the training corpus."
+            )
+        return Part(path, corpus.validation, 1.0, corpus.bytes_per_token), corpus.fingerprint
+    if config.kind is Corpus.PREPARED:
+        tokens, bytes_per_token = _encode(FileSource([path], "text"), tokenizer)
+    else:
+        tokens, bytes_per_token = load_bytes(matching_files(path), config.document_bytes), 1.0
+    return Part(path, tokens, 1.0, bytes_per_token), hashlib.blake2b(tokens.tobytes()).hexdigest()[:16]
+
+
+def _encode(source: FileSource, tokenizer: Tokenizer) -> tuple[UInt[np.ndarray, " tokens"], float]:
+    """The tokens of all documents, each followed by the end-of-document token, and the bytes per token."""
+    end = np.array([tokenizer.end_of_document])
+    pieces, size = [np.zeros(0, np.int64)], 0
+    for batch in source.batches(None):
+        for text, ids in zip(batch.texts, tokenizer.encode_batch(batch.texts), strict=True):
+            pieces += [ids, end] if len(ids) else []
+            size += len(text_bytes(text))
+    tokens = np.concatenate(pieces).astype(token_dtype(tokenizer.vocabulary))
+    return tokens, size / max(np.count_nonzero(tokens != tokenizer.end_of_document), 1)
 
 
 def _load_byte_data(config: DataConfig) -> Data:
-    corpus = load_byte_corpus(config)
+    name, tokenizer, warnings = corpus_name(config), ByteTokenizer(), ()
+    if config.validation_path is None:
+        train, validation, fingerprint = load_byte_corpus(config)
+        warning = share_warning(len(validation) / (len(train) + len(validation)), config.validation_fraction)
+        part, warnings = Part(name, validation, 1.0, 1.0), () if warning is None else (warning,)
+    else:
+        train = load_bytes(corpus_files(config), config.document_bytes)
+        part, fingerprint = _read_validation_text(config.validation_path, config, tokenizer)
+        fingerprint = hashlib.blake2b(train.tobytes() + fingerprint.encode()).hexdigest()[:16]
     return Data(
-        (MixtureCorpus(config.path or Corpus.STDLIB, corpus.train, corpus.validation, 1.0, 1.0),),
-        ByteTokenizer(),
-        corpus.fingerprint,
+        (part,),
+        tokenizer,
         config.context,
         config.separate_documents,
-        functools.partial(random_windows, corpus.train, config.context),
+        (Part(name, train, 1.0),),
+        fingerprint,
+        functools.partial(random_windows, train, config.context),
+        warnings,
     )
 
 
 def _load_prepared_data(config: DataConfig) -> Data:
-    corpora = [load_prepared(Path(directory).expanduser(), config.verify) for directory in config.corpora]
+    corpora = [load_prepared(Path(os.path.expanduser(directory)), config.verify) for directory in config.corpora]
+    tokenizer, warnings = corpora[0].tokenizer, []
     for directory, corpus in zip(config.corpora, corpora, strict=True):
-        _check_corpus(directory, corpus, config.context)
-        if corpus.tokenizer.fingerprint != corpora[0].tokenizer.fingerprint:
+        if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
                 f"{directory} has another tokenizer than {config.corpora[0]}, so they cannot be mixed: prepare both "
                 f"with --tokenizer {config.corpora[0]}/tokenizer.json."
             )
+        if (windows := count_windows(corpus.train, config.context)) > MAX_WINDOWS:
+            raise UserError(
+                f"the corpus {directory} has {windows:,} windows, but at most {MAX_WINDOWS:,} can be shuffled: raise "
+                "data.context, or prepare its files as several corpora."
+            )
+        sizes = len(corpus.train), len(corpus.validation)
+        if config.validation_path is None and all(sizes):
+            warning = share_warning(sizes[1] / sum(sizes), corpus.validation_fraction)
+            warnings += [] if warning is None else [f"{directory}: {warning}"]
     weights = config.weights or [float(len(corpus.train)) for corpus in corpora]
-    shares = np.array(weights) / sum(weights)
+    shares = [weight / (sum(weights) or 1.0) for weight in weights]
     mixture = " ".join(f"{corpus.fingerprint} {share}" for corpus, share in zip(corpora, shares, strict=True))
+    parts = list(zip(config.corpora, corpora, shares, strict=True))
+    if config.validation_path is None:
+        validation = tuple(
+            Part(name, corpus.validation, share, corpus.bytes_per_token) for name, corpus, share in parts
+        )
+    else:
+        part, fingerprint = _read_validation_text(config.validation_path, config, tokenizer)
+        validation, mixture = (part,), f"{mixture} {fingerprint}"
     return Data(
-        tuple(
-            MixtureCorpus(Path(directory).name, corpus.train, corpus.validation, corpus.bytes_per_token, float(share))
-            for directory, corpus, share in zip(config.corpora, corpora, shares, strict=True)
-        ),
-        corpora[0].tokenizer,
-        hashlib.blake2b(mixture.encode()).hexdigest()[:16],
+        validation,
+        tokenizer,
         config.context,
         config.separate_documents,
-        functools.partial(shuffled_windows, [corpus.train for corpus in corpora], shares.tolist(), config.context),
+        tuple(Part(name, corpus.train, share) for name, corpus, share in parts),
+        hashlib.blake2b(mixture.encode()).hexdigest()[:16],
+        functools.partial(shuffled_windows, [corpus.train for corpus in corpora], shares, config.context),
+        tuple(warnings),
     )
 
 
-def _check_corpus(directory: str, corpus: PreparedCorpus, context: int) -> None:
-    for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
-        if len(tokens) <= context:
+def _check_length(kind: str, parts: Sequence[Part], context: int) -> None:
+    for part in parts:
+        if len(part.tokens) <= context:
+            how = " (data.validation_path, or --validation-fraction of prepare_data.py)" if kind == "validation" else ""
             raise UserError(
-                f"the {part} part of the corpus {directory} has {len(tokens):,} tokens, but one window needs "
-                f"{context + 1:,}: lower data.context, or prepare more text."
+                f"the {kind} part of the corpus {part.name} has {len(part.tokens):,} tokens, but one window needs "
+                f"{context + 1:,}: lower data.context, or add text{how}."
             )
-    if (windows := count_windows(corpus.train, context)) > MAX_WINDOWS:
-        raise UserError(
-            f"the corpus {directory} has {windows:,} windows, but at most {MAX_WINDOWS:,} can be shuffled: raise "
-            "data.context, or prepare its files as several corpora."
-        )
 
 
 class _RandomWindow(grain.transforms.RandomMap):

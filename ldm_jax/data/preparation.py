@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,7 @@ from ldm_jax.data.documents import (
     Position,
     content_hash,
     is_validation,
+    share_warning,
 )
 from ldm_jax.data.prepared_corpus import (
     MANIFEST_FILE,
@@ -29,6 +31,7 @@ from ldm_jax.data.prepared_corpus import (
     Manifest,
     PreparationProgress,
     ShardRecord,
+    TokenizedDocument,
     check_shards,
     read_manifest,
     write_shard,
@@ -80,7 +83,7 @@ class PrepareOptions:
     end_of_document: str | None = None
     """Special token that ends documents, for a tokenizer.json. None: <|endoftext|>, </s> or another usual name."""
     validation_fraction: float = 0.05
-    """Fraction of the documents that is held out, chosen by a hash of their content."""
+    """Fraction of the documents that is held out, chosen by a hash of their content. 0: none; 1: all."""
     shard_tokens: int = 2**26
     """A shard is written when it has at least this many tokens and about 4 MB of text. After an interruption, at most
     one shard is computed again."""
@@ -90,8 +93,13 @@ class PrepareOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}, but it must be at least {least}.")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction is {self.validation_fraction}, but it must lie between 0 and 1.")
+        if not 0 <= self.validation_fraction <= 1:
+            raise ValueError(f"validation_fraction is {self.validation_fraction}, but it must lie in [0, 1].")
+        if self.validation_fraction == 1 and self.tokenizer == BPE:
+            raise ValueError(
+                "validation_fraction is 1, so there is no text to train a bpe on: give the tokenizer.json of the "
+                "corpus of the training text."
+            )
         if bool(self.files) == (self.dataset is not None):
             raise ValueError("give either files or a dataset.")
 
@@ -107,7 +115,7 @@ class PrepareOptions:
             return ByteTokenizer()
         if self.tokenizer == BPE:
             return train_bpe(self._sample(source), self.vocabulary)
-        file = Path(self.tokenizer).expanduser()
+        file = Path(os.path.expanduser(self.tokenizer))
         if not file.is_file():
             raise UserError(f"tokenizer is {file}, which is no file: give bytes, bpe, or the path of a tokenizer.json.")
         return read_tokenizer(file, self.end_of_document)
@@ -152,27 +160,43 @@ def prepare(options: PrepareOptions, out: Path, console: Console | None = None) 
                     writer.add(batch, tokens)
                     total = writer.progress.tokens + writer.tokens
                     line.show(writer.progress.shards, total, source.done(batch.next_position))
+                notes = writer.fill_empty_part()
                 writer.write()
         manifest = writer.manifest()
         directory.finish(manifest)
-        console.print(f"{out}: {_summary(manifest)}", highlight=False, soft_wrap=True, markup=False)
-        for part in PARTS:
-            if not manifest.shards(part):
-                console.print(
-                    f"note: the {part} part has no document, so the corpus cannot be used for training. Prepare more "
-                    "text in another directory, cut files with --document-bytes, or change --validation-fraction.",
-                    soft_wrap=True,
-                )
+        for text in (f"{out}: {_summary(manifest)}", *notes, *_split_notes(manifest)):
+            console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _summary(manifest: Manifest) -> str:
     train, validation = (
-        f"{manifest.count(part, 'tokens'):,} tokens in {manifest.count(part, 'documents'):,} documents"
+        " in ".join(_counted(manifest.count(part, f"{noun}s"), noun) for noun in ("token", "document"))
         for part in PARTS
     )
-    empty = f", {manifest.empty_documents:,} empty documents skipped" if manifest.empty_documents else ""
+    empty = f", {_counted(manifest.empty_documents, 'empty document')} skipped" if manifest.empty_documents else ""
     invalid = f", {manifest.documents_not_utf8:,} not valid UTF-8" if manifest.documents_not_utf8 else ""
     return f"{train} to train on, {validation} held out{empty}{invalid}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def _split_notes(manifest: Manifest) -> Iterator[str]:
+    """What is unexpected about the split of a new corpus."""
+    train, validation = (manifest.count(part, "tokens") for part in PARTS)
+    fraction = manifest.validation_fraction
+    if fraction in (0, 1):
+        return
+    if not train:
+        yield "note: there is no training text, so this corpus can be evaluated only: prepare more text"
+    elif not validation:
+        yield (
+            "note: nothing is held out, so training needs data.validation_path: prepare more text, or cut files with "
+            "--document-bytes"
+        )
+    elif (warning := share_warning(validation / (train + validation), fraction)) is not None:
+        yield f"note: {warning}: prepare more text, or cut files with --document-bytes"
 
 
 def _tokenize(
@@ -321,12 +345,13 @@ class _ShardWriter:
 
     def _start_shard(self) -> None:
         self.tokens = 0
-        self._documents: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
-        self._bytes: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self._documents: dict[str, list[TokenizedDocument]] = {part: [] for part in PARTS}
         self._empty = self._not_utf8 = 0
         self._next_position: Position = None
 
     def add(self, batch: DocumentBatch, tokens: list[np.ndarray]) -> None:
+        if self.tokens >= self._options.shard_tokens:  # not sooner, so that the last shard can still be changed
+            self.write()
         for text, ids in zip(batch.texts, tokens, strict=True):
             if not len(ids):
                 self._empty += 1
@@ -334,13 +359,27 @@ class _ShardWriter:
             content = text_bytes(text)
             held_out = is_validation(content_hash(content), self._options.validation_fraction)
             part = "validation" if held_out else "train"
-            self._documents[part].append(ids)
-            self._bytes[part] += len(content)
+            self._documents[part].append(TokenizedDocument(ids, len(content)))
             self._not_utf8 += not _is_utf8(text)
             self.tokens += len(ids) + 1
         self._next_position = batch.next_position
-        if self.tokens >= self._options.shard_tokens:
-            self.write()
+
+    def fill_empty_part(self) -> list[str]:
+        """Moves a document of the last shard to the part that has none, if there is one. Returns what to print."""
+        fraction = self._options.validation_fraction
+        counts = {
+            part: sum(shard.documents for shard in getattr(self.progress, part)) + len(self._documents[part])
+            for part in PARTS
+        }
+        for empty, full, share in (("validation", "train", fraction), ("train", "validation", 1 - fraction)):
+            documents = self._documents[full]
+            if counts[empty] or counts[full] < 2 or not documents or share == 0:
+                continue
+            wanted = share * (self.progress.tokens + self.tokens)
+            nearest = min(range(len(documents)), key=lambda n: abs(len(documents[n].tokens) - wanted))
+            self._documents[empty].append(documents.pop(nearest))
+            return [f"note: the {empty} part would be empty, so one document was moved to it"]
+        return []
 
     def write(self) -> None:
         """Writes the shard, then the progress that includes it."""
@@ -351,7 +390,7 @@ class _ShardWriter:
         for part, documents in self._documents.items():
             if documents:
                 name = f"{part}-{old.shards:05}"
-                shard = write_shard(self._directory.path, name, documents, end, dtype, self._bytes[part])
+                shard = write_shard(self._directory.path, name, documents, end, dtype)
                 shards[part] = (*shards[part], shard)
         self.progress = replace(
             old,

@@ -1,6 +1,6 @@
 """A prepared corpus: its files, and its tokens read from them on demand.
 
-    corpus.json                     the manifest, with sizes and checksums of all shards; written last
+    corpus.json                     the manifest, with sizes and checksums of all shards and its own; written last
     progress.json                   the state of an unfinished preparation
     vocabulary.json, tokenizer.json the tokenizer
     train-00000.tokens.npy          tokens of whole documents, each followed by the end-of-document token
@@ -119,6 +119,7 @@ class Manifest:
             for part in PARTS
         }
         table = {"format": FORMAT} | asdict(self) | parts
+        table["checksum"] = _table_checksum(table)
         write_atomically(directory / MANIFEST_FILE, json.dumps(table, indent=1) + "\n")
 
 
@@ -131,11 +132,15 @@ def read_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST_FILE
     try:
         table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if (version := table.pop("format")) != FORMAT:
+        checksum = table.pop("checksum", None)  # corpora of earlier versions have none
+        if (version := table["format"]) != FORMAT:
             raise UserError(f"{file} has format {version}, but only {FORMAT} can be read: prepare the corpus again.")
+        if checksum not in (None, _table_checksum(table)):
+            raise ValueError("its checksum differs")
+        del table["format"]
         table |= {part: tuple(map(ShardRecord.from_json, table[part]["shards"])) for part in PARTS}
         return Manifest(**table)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{directory} holds no prepared corpus: give a directory that scripts/prepare_data.py has finished."
         ) from None
@@ -143,21 +148,28 @@ def read_manifest(directory: Path) -> Manifest:
         raise UserError(f"{file} is damaged ({error}): restore it, or prepare the corpus again.") from error
 
 
+def _table_checksum(table: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+class TokenizedDocument(NamedTuple):
+    """A document, without the end-of-document token."""
+
+    tokens: UInt[np.ndarray, " _"]
+    text_bytes: int
+    """Length of its text."""
+
+
 def write_shard(
-    directory: Path,
-    name: str,
-    documents: Sequence[UInt[np.ndarray, " _"]],
-    end_of_document: int,
-    dtype: np.dtype,
-    text_bytes: int,
+    directory: Path, name: str, documents: Sequence[TokenizedDocument], end_of_document: int, dtype: np.dtype
 ) -> ShardRecord:
-    """Writes tokenized documents as `NAME.tokens.npy` and `NAME.ends.npy`. Raises OSError."""
-    ends = np.cumsum([len(document) + 1 for document in documents], dtype=np.uint64)
+    """Writes documents as `NAME.tokens.npy` and `NAME.ends.npy`. Raises OSError."""
+    ends = np.cumsum([len(document.tokens) + 1 for document in documents], dtype=np.uint64)
     tokens = np.full(int(ends[-1]), end_of_document, dtype)
     for document, end in zip(documents, ends.tolist(), strict=True):
-        tokens[end - 1 - len(document) : end - 1] = document
+        tokens[end - 1 - len(document.tokens) : end - 1] = document.tokens
     files = _write_array(directory / f"{name}.tokens.npy", tokens), _write_array(directory / f"{name}.ends.npy", ends)
-    return ShardRecord(len(documents), len(tokens), text_bytes, files)
+    return ShardRecord(len(documents), len(tokens), sum(document.text_bytes for document in documents), files)
 
 
 def _write_array(path: Path, array: np.ndarray) -> FileRecord:
@@ -252,13 +264,15 @@ def _open_array(file: Path) -> np.ndarray:
 
 
 class PreparedCorpus(NamedTuple):
-    """Both parts of a corpus that `scripts/prepare_data.py` has written."""
+    """Both parts of a corpus that `scripts/prepare_data.py` has written; one of them may be empty."""
 
     train: TokenStream
     validation: TokenStream
     tokenizer: Tokenizer
     bytes_per_token: float
-    """Bytes of text per token of the validation part; the end-of-document tokens count as tokens."""
+    """Bytes of text per token of the validation part; the end-of-document tokens are not counted."""
+    validation_fraction: float
+    """The fraction of the documents that was to be held out."""
     fingerprint: str
     """A hash of `corpus.json`, which has the checksums of all shards."""
 
@@ -267,23 +281,19 @@ def load_prepared(directory: Path, verify: bool = True) -> PreparedCorpus:
     """Opens a corpus. With `verify`, every file is read once and its checksum is compared.
 
     Raises:
-        UserError: there is no corpus, a file is not as it was written, or a part has no document.
+        UserError: there is no corpus, or a file is not as it was written.
     """
     manifest = read_manifest(directory)
     tokenizer = load_tokenizer(directory)
     if tokenizer.fingerprint != manifest.tokenizer:
         raise UserError(f"the tokenizer in {directory} is not the one that the corpus was made with: restore it.")
     check_shards(directory, manifest.train + manifest.validation, verify)
-    for part in PARTS:
-        if not manifest.shards(part):
-            raise UserError(
-                f"the {part} part of the corpus {directory} has no document: prepare more text in another directory, "
-                "cut files with --document-bytes, or change --validation-fraction."
-            )
+    text_tokens = manifest.count("validation", "tokens") - manifest.count("validation", "documents")
     return PreparedCorpus(
         TokenStream(directory, manifest, "train"),
         TokenStream(directory, manifest, "validation"),
         tokenizer,
-        manifest.count("validation", "text_bytes") / manifest.count("validation", "tokens"),
+        manifest.count("validation", "text_bytes") / max(text_tokens, 1),
+        manifest.validation_fraction,
         hashlib.blake2b((directory / MANIFEST_FILE).read_bytes()).hexdigest()[:16],
     )

@@ -21,6 +21,15 @@ BYTES = "bytes"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>")
 """Usual names of the end-of-document token; a tokenizer's first one in this order is used."""
 
+ZERO_BYTES = (
+    "but a zero byte is the token that ends a document. If it is UTF-16, convert it to UTF-8; if it is not text, leave "
+    "it out; to keep zero bytes, prepare a corpus with --tokenizer bpe."
+)
+"""What error messages say of zero bytes."""
+
+MOST_GAPS = 1024
+"""Ids without a token that any `tokenizer.json` may have; beyond that, at most as many as tokens."""
+
 Ids = UInt[np.ndarray, " _"]  # of any length
 
 
@@ -30,6 +39,8 @@ class Tokenizer(Protocol):
 
     vocabulary: int
     """Every token is less than this."""
+    ids: Int[np.ndarray, " tokens"]
+    """The ids that have a token, ascending."""
     end_of_document: int
     """The token that follows every document; `encode` never returns it."""
     fingerprint: str
@@ -58,15 +69,19 @@ def token_dtype(vocabulary: int) -> np.dtype:
 
 
 class ByteTokenizer:
-    """One byte is one token. Zero bytes end documents, so zero bytes in a text are dropped."""
+    """One byte is one token. A zero byte ends a document, so a text must have none."""
 
     vocabulary = 256
+    ids = np.arange(256)
     end_of_document = 0
     fingerprint = BYTES
 
     def encode(self, text: str) -> Ids:
-        """The bytes of the text."""
-        return np.frombuffer(text_bytes(text).replace(b"\0", b""), np.uint8)
+        """The bytes of the text. Raises UserError if one of them is zero."""
+        content = text_bytes(text)
+        if zeros := content.count(0):
+            raise UserError(f"the document {text[:40]!r}... has zero bytes ({zeros:,}), {ZERO_BYTES}")
+        return np.frombuffer(content, np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The bytes of each text."""
@@ -106,7 +121,13 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self._added = {token: added.content for token, added in self._tokenizer.get_added_tokens_decoder().items()}
-        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.ids = np.array(sorted(set(self._tokenizer.get_vocab(with_added_tokens=True).values())), np.int64)
+        self.vocabulary = 1 + int(max(self.ids, default=-1))
+        if self.vocabulary > 2 * len(self.ids) + MOST_GAPS:
+            raise UserError(
+                f"{name} has {len(self.ids):,} tokens, but the largest id is {self.vocabulary - 1:,}, and a model has "
+                "parameters for every id up to that: number its tokens without gaps."
+            )
         self.end_of_document = self._find_end(end_of_document, name)
         self.fingerprint = hashlib.blake2b(f"{self.end_of_document} {text}".encode()).hexdigest()[:16]
 
@@ -193,7 +214,7 @@ def read_tokenizer(file: Path, end_of_document: str | None = None) -> JsonTokeni
         UserError: the file cannot be read; otherwise as for `JsonTokenizer`.
     """
     try:
-        text = file.read_bytes().decode()  # read_text would convert line ends
+        text = file.read_bytes().decode("utf-8-sig")  # read_text would convert line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the tokenizer {file} cannot be read: {error}.") from error
     return JsonTokenizer(text, end_of_document, str(file))

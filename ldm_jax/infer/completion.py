@@ -82,8 +82,9 @@ def complete(
 ) -> Iterator[list[bytes]]:
     """Generates at most `count` tokens after every prompt; yields the new bytes of every text, once per token.
 
-    The concatenated pieces of a prompt are its text. An empty prompt is the start of a document. The iterator ends
-    early when every text has reached a stop string, which is left out, or the end of its document.
+    Only ids that have a token are drawn. The concatenated pieces of a prompt are its text. An empty prompt is the start
+    of a document. The iterator ends early when every text has reached a stop string, which is left out, or the end of
+    its document.
 
     Raises:
         ValueError: `count` is below 1, there is no prompt, or a stop string is empty; otherwise as for `generate`.
@@ -97,7 +98,7 @@ def complete(
     ids = [tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     words = [word.encode(errors="surrogateescape") for word in stop]
     texts = [Completion(tokenizer, words, prompt) for prompt in ids]
-    tokens = generate(graph, params, ids, context, sampling=sampling, seed=seed)
+    tokens = generate(graph, params, ids, context, ids=tokenizer.ids, sampling=sampling, seed=seed)
     return _stream(texts, tokens, count)
 
 

@@ -22,15 +22,10 @@ class Evaluation(NamedTuple):
     """Nats per token."""
     standard_error: float
     """Standard error of the loss over windows, in nats per token."""
-    bytes_per_token: float
-    """Mean bytes of text per token."""
+    bits_per_byte: float
+    """Bits of the tokens of text per byte of text: the ends of documents are left out of both."""
     windows: tuple[Float[np.ndarray, " windows"], Float[np.ndarray, " windows"]]
     """Summed loss and number of targets of each window, both multiplied by its weight."""
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text."""
-        return self.loss / math.log(2) / self.bytes_per_token
 
     @property
     def perplexity(self) -> float:
@@ -60,19 +55,27 @@ def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " wind
 
 
 def make_evaluate(
-    graph: nnx.GraphDef[Transformer], batch_size: int, bytes_per_token: float = 1.0
+    graph: nnx.GraphDef[Transformer], batch_size: int, bytes_per_token: float = 1.0, end_of_document: int | None = None
 ) -> Callable[[object, ValidationWindows], Evaluation]:
-    """A function that evaluates parameters on windows, `batch_size` windows at a time."""
+    """A function that evaluates parameters on windows.
+
+    Args:
+        graph: structure of the model.
+        batch_size: windows that are evaluated at a time.
+        bytes_per_token: mean bytes of text per token, without the end-of-document tokens.
+        end_of_document: the end-of-document token. None: all tokens are text.
+    """
 
     @jax.jit
     def sums(
         params: object, tokens: Int[Array, "b T_and_next"], segments: Int[Array, "b T_and_next"] | None
-    ) -> tuple[Float[Array, " b"], Float[Array, " b"]]:
+    ) -> Float[Array, "4 b"]:
         input_segments = None if segments is None else segments[:, :-1]
         losses = nnx.merge(graph, params).token_losses(tokens[:, :-1], tokens[:, 1:], input_segments).cross_entropy
         weights = target_weights(tokens, segments)
+        text = weights if end_of_document is None else jnp.where(tokens[:, 1:] == end_of_document, 0, weights)
         # Replicated, so that every process can read them.
-        return constrain(jnp.sum(weights * losses, axis=1), None), constrain(jnp.sum(weights, axis=1), None)
+        return constrain(jnp.sum(jnp.stack([weights * losses, weights, text * losses, text]), axis=2), None, None)
 
     def evaluate(params: object, validation: ValidationWindows) -> Evaluation:
         windows, weights = validation
@@ -84,9 +87,8 @@ def make_evaluate(
             sums(params, *jax.tree.map(lambda x, start=start: jnp.asarray(x[start : start + size]), padded))
             for start in range(0, count, size)
         ]
-        losses, targets = (
-            weights * np.concatenate(arrays).astype(np.float64)[:count] for arrays in zip(*parts, strict=True)
-        )
-        return Evaluation(*_mean(losses, targets), bytes_per_token, (losses, targets))
+        losses, targets, text_losses, text = weights * np.concatenate(parts, axis=1).astype(np.float64)[:, :count]
+        bits = float(text_losses.sum() / text.sum()) / math.log(2)
+        return Evaluation(*_mean(losses, targets), bits / bytes_per_token, (losses, targets))
 
     return evaluate

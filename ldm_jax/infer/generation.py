@@ -25,6 +25,8 @@ class DecodeState(NamedTuple):
     """Logits of the next token."""
     seen: Bool[Array, "B S"]
     """Which tokens have occurred in the sequence."""
+    allowed: Bool[Array, "1 S"]
+    """Which tokens may be drawn."""
     keys: Array
     """One random key per sequence."""
 
@@ -35,6 +37,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     context: int,
     *,
+    ids: Sequence[int] | Int[np.ndarray, " _"] | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     chunk: int = 128,
@@ -49,6 +52,7 @@ def generate(
         params: parameters of the model.
         prompts: token sequences of any lengths, at least one token each.
         context: number of tokens in the cache, for example the window that the model was trained on.
+        ids: the tokens that may be drawn, such as `Tokenizer.ids`; those outside the vocabulary are ignored. None: all.
         sampling: how tokens are drawn.
         seed: seed of the draws, below 2^32.
         chunk: number of prompt tokens to compute at a time.
@@ -58,7 +62,7 @@ def generate(
             chunk is out of range.
     """
     next_token = token_step(graph, sampling or Sampling())
-    state = read_prompts(graph, params, prompts, context, seed=seed, chunk=chunk)
+    state = read_prompts(graph, params, prompts, context, ids=ids, seed=seed, chunk=chunk)
     return _tokens(next_token, params, state)
 
 
@@ -71,7 +75,14 @@ def _tokens(
 
 
 def read_prompts(
-    graph: Graph, params: object, prompts: Sequence[Sequence[int]], context: int, *, seed: int = 0, chunk: int = 128
+    graph: Graph,
+    params: object,
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    *,
+    ids: Sequence[int] | Int[np.ndarray, " _"] | None = None,
+    seed: int = 0,
+    chunk: int = 128,
 ) -> DecodeState:
     """The state after the prompts. Shorter prompts are padded at the start; no token attends to the padding.
 
@@ -103,7 +114,8 @@ def read_prompts(
     for end in range(length % chunk or chunk, length + 1, chunk):
         logits, cache = read_chunk(params, jnp.asarray(padded[:, max(end - chunk, 0) : end]), cache)
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(arrays)))
-    return DecodeState(cache, logits, jnp.asarray(seen), keys)
+    allowed = np.isin(np.arange(vocabulary), np.arange(vocabulary) if ids is None else ids)
+    return DecodeState(cache, logits, jnp.asarray(seen), jnp.asarray(allowed[None]), keys)
 
 
 @functools.cache
@@ -123,10 +135,10 @@ def token_step(graph: Graph, sampling: Sampling) -> Callable[[object, DecodeStat
     def next_token(params: object, state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
         model = nnx.merge(graph, params)
         keys = jax.vmap(jax.random.split)(state.keys)
-        tokens = draw(sampling, state.logits, state.seen, keys[:, 0])
+        tokens = draw(sampling, state.logits, state.seen, state.allowed, keys[:, 0])
         hidden, cache = model.decode(tokens[:, None], state.cache)
         logits = model.logits(hidden[:, 0]).astype(jnp.float32)
         seen = state.seen.at[jnp.arange(len(tokens)), tokens].set(True)
-        return tokens, DecodeState(cache, logits, seen, keys[:, 1])
+        return tokens, DecodeState(cache, logits, seen, state.allowed, keys[:, 1])
 
     return jax.jit(next_token, donate_argnames="state")

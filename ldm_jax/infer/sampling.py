@@ -70,9 +70,15 @@ def filtered_logits(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[
     return logits
 
 
-def draw(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[Array, "B S"], keys: Array) -> Int[Array, " B"]:
-    """Samples one token per sequence, each with its own random key."""
-    logits = filtered_logits(sampling, logits, seen)
+def draw(
+    sampling: Sampling,
+    logits: Float[Array, "B S"],
+    seen: Bool[Array, "B S"],
+    allowed: Bool[Array, "1 S"],
+    keys: Array,
+) -> Int[Array, " B"]:
+    """Samples one of the allowed tokens per sequence, each with its own random key."""
+    logits = filtered_logits(sampling, jnp.where(allowed, logits, -jnp.inf), seen)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

@@ -135,7 +135,8 @@ def _decode_state(config: Config, mesh: Mesh) -> DecodeState:
     def make() -> DecodeState:
         cache = init_cache(config.model, jnp.zeros((sequences,), jnp.int32), config.data.context)
         scores = jnp.zeros((sequences, vocabulary))
-        return DecodeState(cache, scores, scores > 0, jax.random.split(jax.random.key(0), sequences))
+        allowed = jnp.ones((1, vocabulary), bool)
+        return DecodeState(cache, scores, scores > 0, allowed, jax.random.split(jax.random.key(0), sequences))
 
     def place(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         axes = {

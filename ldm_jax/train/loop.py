@@ -76,7 +76,8 @@ class Loop:
         self.progress, self.stop, self.mesh = progress, stop, mesh
         self.line = TrainingLine(console, config.train.steps)
         part_size = config.train.batch_size // config.train.accumulation
-        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), part_size, data.bytes_per_token)
+        units = data.bytes_per_token, data.tokenizer.end_of_document
+        self.evaluate = make_evaluate(model_graph(config.model, config.mixer), part_size, *units)
         self.validation = data.validation_windows(config.train.validation_windows)
         self.figures = make_memory_figures(config) if isinstance(config.mixer.options, DepthMemoryConfig) else None
         self.flops_per_token = model_flops_per_token(config)

@@ -61,6 +61,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         data = load_data(config.data, config.model.vocabulary)
         require_same({"corpus": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
         notes = [f"changed     {change}" for change in _open(directory, config)]
+        notes += [f"warning     {warning}" for warning in data.warnings]
         keep = config.train.keep_checkpoints, config.train.keep_every
         with contextlib.closing(Checkpoints(checkpoint_directory(config, path), *keep)) as checkpoints:
             checkpoints.remove_leftovers()

@@ -9,7 +9,7 @@ import pytest
 
 from corpora import words, write_lines
 from ldm_jax.data import documents
-from ldm_jax.data.documents import FileSource, HubSource
+from ldm_jax.data.documents import FileSource, HubSource, matching_files
 from ldm_jax.errors import UserError
 
 
@@ -148,3 +148,20 @@ def test_a_pattern_without_a_file_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(UserError, match=r'".*\*\.text"'):
         FileSource([f"{tmp_path}/*.txt", f"{tmp_path}/*.text"], "text")
+    with pytest.raises(UserError, match=r"\[\[\]"):
+        matching_files(f"{tmp_path}/b[1]/*.txt")
+    with pytest.raises(UserError, match=r"directory.*/\*\*/\*\.txt"):
+        matching_files(str(tmp_path))
+
+
+def test_brackets_and_the_home_directory_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a [1].txt", "a 1.txt"):
+        (tmp_path / name).write_text("a")
+    assert matching_files("~/a [1].txt") == [tmp_path / "a [1].txt"]
+    assert matching_files("~/a *.txt") == [tmp_path / "a 1.txt", tmp_path / "a [1].txt"]
+
+
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "\ufeffb"}\n', encoding="utf-8-sig")
+    assert texts(FileSource([str(tmp_path / "a.jsonl")], "text")) == ["a", "\ufeffb"]

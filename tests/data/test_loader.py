@@ -7,7 +7,7 @@ import pytest
 
 from corpora import prepared, words, write_lines
 from ldm_jax.config import DataConfig
-from ldm_jax.data import load_data
+from ldm_jax.data import load_data, load_validation_text
 from ldm_jax.data.loader import random_windows, shuffled_windows, spread_windows
 from ldm_jax.errors import UserError
 
@@ -37,7 +37,7 @@ def windows(data, count, start=0, seed=0):
 
 def test_an_epoch_has_every_window_once_and_the_next_has_another_order(corpora):
     data = load(corpora, "large")
-    stream = data.corpora[0].train
+    stream = data.training[0].tokens
     count = (len(stream) - 1) // CONTEXT
     expected = [stream[n * CONTEXT : (n + 1) * CONTEXT + 1].tolist() for n in range(count)]
     epochs = windows(data, 3 * count).reshape(3, count, CONTEXT + 1)
@@ -51,7 +51,7 @@ def test_an_epoch_has_every_window_once_and_the_next_has_another_order(corpora):
 
 def test_nearby_seeds_do_not_repeat_each_others_epochs(corpora):
     data = load(corpora, "large")
-    count = (len(data.corpora[0].train) - 1) // CONTEXT
+    count = (len(data.training[0].tokens) - 1) // CONTEXT
     second_of_0 = windows(data, count, start=count, seed=0)
     assert not np.array_equal(second_of_0, windows(data, count, seed=1))
 
@@ -66,7 +66,7 @@ def gathered(data, start, batch_size, hosts, count):
 @pytest.mark.parametrize("names", [("large",), ("large", "small")])
 def test_all_hosts_and_batch_sizes_read_one_sequence(corpora, names):
     data = load(corpora, *names, weights=(2.0, 1.0)[: len(names)])
-    epoch = max((len(corpus.train) - 1) // CONTEXT for corpus in data.corpora)
+    epoch = max((len(part.tokens) - 1) // CONTEXT for part in data.training)
     one_by_one = windows(data, 2 * epoch + 80, seed=5)
     for hosts in (1, 2, 4):
         # From the middle of an epoch, across its end, in batches of 8, then 4, then 8.
@@ -96,8 +96,8 @@ def origin(data, window):
     """The indices of the corpora that contain the window."""
     return {
         index
-        for index, corpus in enumerate(data.corpora)
-        if window.tobytes() in corpus.train[0 : len(corpus.train)].astype(np.int32).tobytes()
+        for index, part in enumerate(data.training)
+        if window.tobytes() in part.tokens[0 : len(part.tokens)].astype(np.int32).tobytes()
     }
 
 
@@ -105,12 +105,12 @@ def origin(data, window):
 def test_a_mixture_has_its_weights_from_the_start(corpora, weights, first):
     data = load(corpora, "large", "small", weights=weights)
     if first is None:
-        large, small = (len(corpus.train) for corpus in data.corpora)
+        large, small = (len(part.tokens) for part in data.training)
         first = large / (large + small)
     origins = [origin(data, window) for window in windows(data, 200)]
     assert all(origins)
     assert sum(0 in indices for indices in origins) / 200 == pytest.approx(first, abs=0.02)
-    assert [corpus.weight for corpus in data.corpora] == pytest.approx([first, 1 - first])
+    assert [part.weight for part in data.training] == pytest.approx([first, 1 - first])
 
 
 def test_one_window_repeats():
@@ -138,7 +138,7 @@ def test_segments_count_the_documents_of_a_window(corpora):
 def test_validation_windows_are_shared_by_weight(corpora):
     data = load(corpora, "large", "small", weights=(3.0, 1.0))
     tokens = data.validation_windows(20).windows.tokens
-    large, small = (corpus.validation[0 : len(corpus.validation)].astype(np.int32) for corpus in data.corpora)
+    large, small = (part.tokens[0 : len(part.tokens)].astype(np.int32) for part in data.validation)
     assert len(tokens) == 20
     assert all(window.tobytes() in large.tobytes() for window in tokens[:15])
     assert all(window.tobytes() in small.tobytes() for window in tokens[15:])
@@ -152,16 +152,15 @@ def test_validation_windows_are_shared_by_weight(corpora):
     one = [load(corpora, name).bytes_per_token for name in ("large", "small")]
     assert data.bytes_per_token == pytest.approx(0.75 * one[0] + 0.25 * one[1])
     text = b"".join(
-        data.tokenizer.decode(data.corpora[0].validation.document(n))
-        for n in range(data.corpora[0].validation.documents)
+        data.tokenizer.decode(data.validation[0].tokens.document(n)) for n in range(data.validation[0].tokens.documents)
     )
-    assert one[0] == len(text) / len(large)
+    assert one[0] == len(text) / np.sum(large != data.tokenizer.end_of_document)
     assert one[0] > 1.5
 
 
 def test_the_description_and_the_fingerprint(corpora):
     both = load(corpora, "large", "small", weights=(3.0, 1.0))
-    sizes = [len(corpus.train) for corpus in both.corpora]
+    sizes = [len(part.tokens) for part in both.training]
     assert both.describe().startswith(f"{sum(sizes):,} ")
     assert f"{both.bytes_per_token:.2f} bytes" in both.describe()
     assert both.describe().endswith("75% large, 25% small")
@@ -175,6 +174,37 @@ def test_the_description_and_the_fingerprint(corpora):
     assert load(corpora, "large", "small", weights=(6.0, 2.0)).fingerprint == both.fingerprint
 
 
+def test_other_text_for_validation(corpora, tmp_path):
+    """Files or a prepared corpus, as data.validation_path of prepared corpora or to evaluate a model on."""
+    own = load(corpora, "large")
+    lines = write_lines(tmp_path / "other.jsonl", ["the cat sat on größer", "", "return 日本 " * 9])
+    prepared(tmp_path / "other", lines, tokenizer=str(corpora / "large" / "tokenizer.json"), validation_fraction=1.0)
+    for path in (str(lines), str(tmp_path / "other")):
+        data = load(corpora, "large", validation_path=path)
+        other = load_validation_text(path, DataConfig(corpora=("x",), context=CONTEXT), own.tokenizer)
+        assert data.fingerprint != own.fingerprint
+        for text in (data, other):
+            (part,) = text.validation
+            tokens = part.tokens[0 : len(part.tokens)]
+            assert tokens.tolist() == [
+                token
+                for document in ("the cat sat on größer", "return 日本 " * 9)
+                for token in (*own.tokenizer.encode(document), own.tokenizer.end_of_document)
+            ]
+            assert text.bytes_per_token == len(("the cat sat on größer" + "return 日本 " * 9).encode()) / (
+                len(tokens) - 2
+            )
+    with pytest.raises(UserError, match=r"training part.*other.* 0 tokens"):
+        load_data(DataConfig(corpora=(str(tmp_path / "other"),), context=CONTEXT), 300)
+    with pytest.raises(UserError, match=r"bytes has another tokenizer"):
+        load(corpora, "large", validation_path=str(corpora / "bytes"))
+
+
+def test_a_vocabulary_of_mostly_unused_ids_is_a_warning(corpora):
+    (warning,) = {*load(corpora, "large", vocabulary=5000).warnings} - {*load(corpora, "large").warnings}
+    assert "model.vocabulary is 5,000" in warning
+
+
 def test_data_that_cannot_be_used_for_training_is_refused(corpora, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"model\.vocabulary is 299.* 300"):
         load(corpora, "large", vocabulary=299)
@@ -183,7 +213,7 @@ def test_data_that_cannot_be_used_for_training_is_refused(corpora, tmp_path, mon
     with pytest.raises(UserError, match=r"training part.*small.*2,001.*data\.context"):
         load(corpora, "small", context=2000)
     with pytest.raises(UserError, match=r"validation part.*small.*data\.context"):
-        load(corpora, "small", context=len(load(corpora, "small").corpora[0].validation))
+        load(corpora, "small", context=len(load(corpora, "small").validation[0].tokens))
     monkeypatch.setattr("ldm_jax.data.loader.MAX_WINDOWS", 20)
     with pytest.raises(UserError, match=r"large.* 20 .*data\.context"):
         load(corpora, "large")

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from corpora import contents, prepared, words, write_lines
 from ldm_jax import files
-from ldm_jax.data import load_prepared, read_tokenizer, train_bpe
+from ldm_jax.config import DataConfig
+from ldm_jax.data import load_data, load_prepared, read_tokenizer, train_bpe
 from ldm_jax.data.preparation import PreparationDirectory, PrepareOptions, prepare
 from ldm_jax.errors import UserError
 
@@ -64,7 +65,8 @@ def test_every_document_is_in_one_part(texts, lines, tmp_path, options):
         assert np.sum(tokens == corpus.tokenizer.end_of_document) == stream.documents
         for start, stop in [(0, 5), (1990, 2300), (len(stream) - 3, len(stream)), (7, 7)]:
             np.testing.assert_array_equal(stream[start:stop], tokens[start:stop])
-    assert corpus.bytes_per_token == manifest["validation"]["text_bytes"] / manifest["validation"]["tokens"]
+    table = manifest["validation"]
+    assert corpus.bytes_per_token == table["text_bytes"] / (table["tokens"] - table["documents"])
     assert f"{len(corpus.train):,} tokens in {len(train)} documents" in output
     with pytest.raises(IndexError):
         corpus.train.document(len(train))
@@ -97,15 +99,18 @@ def test_a_tokenizer_of_a_file_is_copied(texts, lines, tmp_path):
 
 
 def test_empty_documents_are_skipped_and_invalid_ones_counted(texts, tmp_path):
-    for name, content in (("0.txt", b""), ("1.txt", b"caf\xe9 \xff"), ("2.txt", "ü".encode()), ("3.txt", b"\0")):
+    for name, content in (("0.txt", b""), ("1.txt", b"caf\xe9 \xff"), ("2.txt", "ü".encode())):
         (tmp_path / name).write_bytes(content)
     rows = write_lines(tmp_path / "a.jsonl", ["", None, *texts[:50]])
     output = prepared(tmp_path / "corpus", tmp_path / "*.txt", rows)
-    assert re.search(r", 4 empty .*, 1 not .*UTF-8", output)
+    assert re.search(r", 3 empty .*, 1 not .*UTF-8", output)
     corpus = load_prepared(tmp_path / "corpus")
     assert corpus.train.documents + corpus.validation.documents == 52
     every = [stream.document(n).tobytes() for stream in corpus[:2] for n in range(stream.documents)]
     assert b"caf\xe9 \xff" in every
+    (tmp_path / "3.txt").write_bytes(b"\0")
+    with pytest.raises(UserError, match=r"zero bytes \(1\)"):
+        prepared(tmp_path / "zeros", tmp_path / "*.txt", rows)
     prepared(tmp_path / "bpe", tmp_path / "*.txt", rows, tokenizer="bpe", vocabulary=300)
     corpus = load_prepared(tmp_path / "bpe")
     assert "caf\ufffd \ufffd" in decoded(corpus, "train") + decoded(corpus, "validation")
@@ -251,9 +256,30 @@ def test_other_directories_are_refused(lines, tmp_path):
 @pytest.mark.parametrize("documents", [[], [""], ["only one"]])
 def test_a_corpus_without_a_part_is_reported_and_refused(tmp_path, documents):
     output = prepared(tmp_path / "corpus", write_lines(tmp_path / "a.jsonl", documents))
-    assert re.search(r"note: the (train|validation) part has no document", output)
-    with pytest.raises(UserError, match=r"(train|validation) part.*no document"):
-        load_prepared(tmp_path / "corpus")
+    assert re.search(r"note: (there is no training text|nothing is held out)", output)
+    with pytest.raises(UserError, match=r"(training|validation) part.* 0 tokens"):
+        load_data(DataConfig(corpora=(str(tmp_path / "corpus"),), context=4), 256)
+
+
+@pytest.mark.parametrize(("fraction", "part"), [(1e-9, "validation"), (1 - 1e-9, "train")])
+@pytest.mark.parametrize("shard_tokens", [1, 10_000])
+def test_a_document_is_moved_to_a_part_that_would_be_empty(texts, tmp_path, fraction, part, shard_tokens):
+    lines = write_lines(tmp_path / "a.jsonl", texts[:12])
+    output = prepared(tmp_path / "corpus", lines, validation_fraction=fraction, shard_tokens=shard_tokens)
+    assert f"{part} part would be empty" in output
+    corpus = load_prepared(tmp_path / "corpus")
+    assert getattr(corpus, part).documents == 1
+    assert sorted(decoded(corpus, "train") + decoded(corpus, "validation")) == sorted(texts[:12])
+
+
+def test_everything_or_nothing_can_be_held_out(texts, tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", texts[:12])
+    for fraction, part in ((0.0, "train"), (1.0, "validation")):
+        assert "note:" not in prepared(tmp_path / part, lines, validation_fraction=fraction)
+        assert decoded(load_prepared(tmp_path / part), part) == texts[:12]
+    assert "validation_fraction is 0.5" in prepared(
+        tmp_path / "few", write_lines(tmp_path / "b.jsonl", ["a" * 99, "b", "c"]), validation_fraction=0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +289,8 @@ def test_a_corpus_without_a_part_is_reported_and_refused(tmp_path, documents):
         ({"dataset": "x"}, "files or a dataset"),
         ({"vocabulary": 256}, r"vocabulary is 256.* 257"),
         ({"shard_tokens": 0}, "shard_tokens is 0"),
-        ({"validation_fraction": 0.0}, r"validation_fraction is 0\.0"),
+        ({"validation_fraction": -0.1}, r"validation_fraction is -0\.1"),
+        ({"validation_fraction": 1.0, "tokenizer": "bpe"}, r"validation_fraction is 1.*tokenizer\.json"),
     ],
 )
 def test_invalid_options_are_refused(options, match):
@@ -302,6 +329,9 @@ def damage(directory, how):
         case "half":
             file = directory / "corpus.json"
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        case "edited":
+            file = directory / "corpus.json"
+            file.write_text(re.sub(r'"text_bytes": \d+', '"text_bytes": 7', file.read_text()))
         case "format":
             file = directory / "corpus.json"
             file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
@@ -321,6 +351,7 @@ def damage(directory, how):
         ("gone", r"train-00001\.tokens\.npy.*No such file"),
         ("ends", r"train-00001\.ends\.npy.*checksum"),
         ("half", r"corpus\.json"),
+        ("edited", r"corpus\.json.*checksum"),
         ("format", r"corpus\.json.*format 2.* 1"),
         ("list", r"corpus\.json"),
         ("tokenizer", r"tokenizer\.json"),

@@ -33,8 +33,9 @@ def test_bytes_round_trip(text):
     assert ids.dtype == np.uint8
 
 
-def test_zero_bytes_are_dropped():
-    assert ByteTokenizer().decode(ByteTokenizer().encode("a\0b")) == b"ab"
+def test_zero_bytes_are_refused_and_counted():
+    with pytest.raises(UserError, match=r"'a.*zero bytes \(2\)"):
+        ByteTokenizer().encode("a\0b\0")
 
 
 @pytest.mark.parametrize("text", HARD)
@@ -143,6 +144,21 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path, content):
         read_tokenizer(tmp_path / "t.json")
     with pytest.raises(UserError, match=tmp_path.name):
         read_tokenizer(tmp_path)
+
+
+def test_ids_without_a_token():
+    vocabulary = {"[UNK]": 0, "cat": 7, "</s>": 9}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(["</s>"])
+    assert JsonTokenizer(tokenizer.to_str()).ids.tolist() == [0, 7, 9]
+    assert JsonTokenizer(tokenizer.to_str()).vocabulary == 10
+    with pytest.raises(UserError, match=r"3 tokens.* 5,000,000"):
+        JsonTokenizer(tokenizer.to_str().replace("7", "5000000"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path):
+    (tmp_path / "t.json").write_text(word_level("</s>"), encoding="utf-8-sig")
+    assert read_tokenizer(tmp_path / "t.json").vocabulary == 5
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(2, "u1"), (256, "u1"), (257, "u2"), (65536, "u2"), (65537, "u4")])

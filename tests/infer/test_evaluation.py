@@ -3,12 +3,14 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from ldm_jax.config import ModelConfig
-from ldm_jax.data import Batch, ValidationWindows
+from ldm_jax.config import DataConfig, ModelConfig
+from ldm_jax.data import Batch, ByteTokenizer, ValidationWindows, load_validation_text
+from ldm_jax.data.preparation import PrepareOptions, prepare
 from ldm_jax.infer import make_evaluate
 from ldm_jax.mixers import LDMConfig, MixerConfig, without_reads
 from ldm_jax.nn import init_params, model_graph
@@ -18,7 +20,7 @@ MIXER = MixerConfig(ldm=LDMConfig(groups=2, key_dim=2, latent_dim=4))
 GRAPH, PARAMS = model_graph(MODEL, MIXER), init_params(MODEL, MIXER, 0)
 
 
-evaluate = make_evaluate(GRAPH, batch_size=2, bytes_per_token=2.0)
+evaluate = make_evaluate(GRAPH, batch_size=2, bytes_per_token=2.0, end_of_document=0)
 
 
 @jax.jit
@@ -26,9 +28,13 @@ def log_probabilities(params, tokens):
     return jax.nn.log_softmax(nnx.merge(GRAPH, params)(tokens))
 
 
-def window_losses(params, tokens):
+def token_losses(params, tokens):
     logs = np.concatenate([log_probabilities(params, window[None, :-1]) for window in tokens]).astype(np.float64)
-    return -np.take_along_axis(logs, tokens[:, 1:, None], axis=-1).squeeze(-1).mean(axis=1)
+    return -np.take_along_axis(logs, tokens[:, 1:, None], axis=-1).squeeze(-1)
+
+
+def window_losses(params, tokens):
+    return token_losses(params, tokens).mean(axis=1)
 
 
 def windows_of(tokens, weights=None):
@@ -47,16 +53,32 @@ def test_windows_are_weighted(rng):
 
 def test_means_and_standard_errors_over_windows(rng):
     tokens = rng.integers(0, 256, (5, 9), np.int32)  # batches of two, so the last one is padded
+    tokens[:, 4] = 0  # the end of a document
     with_reads, silent = (evaluate(params, windows_of(tokens)) for params in (PARAMS, without_reads(PARAMS)))
     expected, expected_silent = window_losses(PARAMS, tokens), window_losses(without_reads(PARAMS), tokens)
     assert with_reads.loss == pytest.approx(expected.mean(), rel=1e-5)
     assert with_reads.standard_error == pytest.approx(expected.std(ddof=1) / math.sqrt(5), rel=1e-3)
-    assert with_reads.bits_per_byte == pytest.approx(expected.mean() / math.log(2) / 2, rel=1e-5)
+    text = token_losses(PARAMS, tokens)[tokens[:, 1:] != 0]
+    assert with_reads.bits_per_byte == pytest.approx(text.mean() / math.log(2) / 2, rel=1e-5)
     difference, error = silent.difference(with_reads)
     paired = expected_silent - expected
     assert difference == pytest.approx(paired.mean(), abs=1e-5)
     assert error == pytest.approx(paired.std(ddof=1) / math.sqrt(5), abs=1e-5)
     assert error < with_reads.standard_error / 2  # variation between windows cancels
+
+
+def test_the_same_text_has_the_same_bits_per_byte_however_it_is_read(tmp_path):
+    for index in range(8):
+        (tmp_path / f"{index}.txt").write_text(f"document {index} " * (index + 2))
+    pattern = str(tmp_path / "*.txt")
+    prepare(PrepareOptions((pattern,), validation_fraction=1.0), tmp_path / "corpus")
+    uniform = jax.tree.map(jnp.zeros_like, PARAMS)
+    for path, options in ((pattern, {}), (pattern, {"corpora": ("x",)}), (str(tmp_path / "corpus"), {})):
+        text = load_validation_text(path, DataConfig(context=8, **options), ByteTokenizer())
+        windows = text.validation_windows(1000)
+        assert (windows.windows.tokens == 0).any()
+        assert text.bytes_per_token == 1
+        assert 2 * evaluate(uniform, windows).bits_per_byte == pytest.approx(8, rel=1e-6)
 
 
 def test_one_window_has_no_standard_error(rng):

@@ -58,6 +58,11 @@ def test_prompts_in_chunks(chunk):
     np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
+def test_ids_without_a_token_are_not_drawn():
+    drawn = take(20, ids=[7, 200, 300], sampling=Sampling(temperature=1.0))
+    assert {token for row in drawn for token in row} == {7, 200}
+
+
 def test_generation_continues_past_the_context():
     assert [len(tokens) for tokens in take(40, sampling=GREEDY)] == [40, 40, 40]
 

@@ -53,11 +53,16 @@ def test_repetition_penalty_and_temperature():
 def test_draws_have_the_probabilities():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]] * 4000))
     keys = jax.random.split(jax.random.key(0), 4000)
-    tokens = draw(Sampling(temperature=1.0, top_p=0.9), logits, jnp.zeros(logits.shape, bool), keys)
+    seen, every = jnp.zeros(logits.shape, bool), jnp.ones((1, 4), bool)
+    tokens = draw(Sampling(temperature=1.0, top_p=0.9), logits, seen, every, keys)
     shares = np.bincount(tokens, minlength=4) / 4000
     # Of the .95 that are allowed; a share's standard deviation is at most .008.
     np.testing.assert_allclose(shares, np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.03)
-    assert draw(Sampling(temperature=0.0), logits, jnp.zeros(logits.shape, bool), keys).tolist() == [0] * 4000
+    assert draw(Sampling(temperature=0.0), logits, seen, every, keys).tolist() == [0] * 4000
+    # A token that may not be drawn takes no place in top_k either.
+    allowed = jnp.asarray([[False, True, False, True]])
+    for sampling, expected in ((Sampling(temperature=50.0, top_k=2), {1, 3}), (Sampling(temperature=0.0), {1})):
+        assert set(draw(sampling, logits, seen, allowed, keys).tolist()) == expected
 
 
 @pytest.mark.parametrize(
