@@ -113,8 +113,8 @@ def _documents(files: Sequence[Path], size: int) -> Documents:
         documents |= {content_hash(document): document for document in cut(text, size)}
     if zeros:
         raise UserError(
-            f"{next(iter(zeros))} has zero bytes ({sum(zeros.values()):,} in {len(zeros):,} of {len(files):,} files), "
-            + ZERO_BYTES
+            f"{next(iter(zeros))} has zero bytes (number in all files: {sum(zeros.values()):,}; files that have some: "
+            f"{len(zeros):,} of {len(files):,}), {ZERO_BYTES}"
         )
     return sorted(documents.items())
 

@@ -18,7 +18,10 @@ from ldm_jax.errors import UserError
 
 BATCH_DOCUMENTS = 4096
 BATCH_CHARACTERS = 4_000_000
-SPLIT_RULE = "held out: documents whose BLAKE2b hash of 8 bytes, as a number, is below fraction * 2^64"
+SPLIT_RULE = (
+    "held out: documents whose BLAKE2b hash of 8 bytes, as a number, is below fraction * 2^64; if one part has none of "
+    "several documents, one is moved to it"
+)
 
 NEAR = 1.5
 """A held-out share within this factor of the wanted fraction is near it."""

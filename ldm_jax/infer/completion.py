@@ -87,6 +87,7 @@ def complete(
     its document.
 
     Raises:
+        UserError: the tokenizer cannot encode a prompt.
         ValueError: `count` is below 1, there is no prompt, or a stop string is empty; otherwise as for `generate`.
     """
     if count < 1:

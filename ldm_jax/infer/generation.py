@@ -58,8 +58,8 @@ def generate(
         chunk: number of prompt tokens to compute at a time.
 
     Raises:
-        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or the seed, context or
-            chunk is out of range.
+        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, no token may be drawn, or
+            the seed, context or chunk is out of range.
     """
     next_token = token_step(graph, sampling or Sampling())
     state = read_prompts(graph, params, prompts, context, ids=ids, seed=seed, chunk=chunk)
@@ -115,6 +115,8 @@ def read_prompts(
         logits, cache = read_chunk(params, jnp.asarray(padded[:, max(end - chunk, 0) : end]), cache)
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(arrays)))
     allowed = np.isin(np.arange(vocabulary), np.arange(vocabulary) if ids is None else ids)
+    if not allowed.any():
+        raise ValueError(f"ids has no token in [0, {vocabulary}): give the tokens that may be drawn, or None.")
     return DecodeState(cache, logits, jnp.asarray(seen), jnp.asarray(allowed[None]), keys)
 
 

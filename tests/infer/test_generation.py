@@ -77,6 +77,7 @@ def test_generation_continues_past_the_context():
         ([[1]], {"context": 0}, "context is 0"),
         ([[1]], {"chunk": 0}, "chunk is 0"),
         ([[1]], {"seed": 2**32}, "seed is 4294967296"),
+        ([[1]], {"ids": [256]}, "ids has no token"),
     ],
 )
 def test_invalid_arguments_are_refused(prompts, options, match):
