@@ -215,3 +215,8 @@ def test_options_are_converted_to_their_types():
 def test_options_are_checked_in_python_too(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path):
+    (tmp_path / "a.toml").write_text("[model]\ndepth = 3\n", encoding="utf-8-sig")
+    assert read_config(tmp_path / "a.toml").model.depth == 3
