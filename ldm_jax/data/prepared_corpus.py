@@ -142,7 +142,8 @@ def read_manifest(directory: Path) -> Manifest:
         return Manifest(**table)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{directory} holds no prepared corpus: give a directory that scripts/prepare_data.py has finished."
+            f"{directory} holds no prepared corpus: give a directory that scripts/prepare_data.py has finished, or "
+            "set data.path for files of text."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged ({error}): restore it, or prepare the corpus again.") from error
