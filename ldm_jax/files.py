@@ -1,6 +1,7 @@
 """Atomic writes: a file has either its old or its new content, never a part of either."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,12 @@ def write_atomically(path: Path, text: str) -> None:
     """
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def name_aside(path: Path) -> Path:
+    """A name for the former content of a file, such as `metrics.before.jsonl`, that no file has yet."""
+    names = (path.with_name(f"{path.stem}.before{number or ''}{path.suffix}") for number in itertools.count())
+    return next(name for name in names if not name.exists())
 
 
 def user_cache() -> Path:

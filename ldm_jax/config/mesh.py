@@ -37,13 +37,14 @@ class MeshConfig:
             ValueError: the product is not the number of devices, or, if `data` is None, does not divide it.
         """
         others = self.fsdp * self.context * self.tensor
+        available = f"{devices} device" + ("s" if devices > 1 else "")
         given = f"fsdp {self.fsdp} x context {self.context} x tensor {self.tensor}"
         if self.data is not None and self.data * others != devices:
             raise ValueError(
-                f"the mesh data {self.data} x {given} does not fit {devices} devices: the product must be {devices}."
+                f"the mesh data {self.data} x {given} does not fit {available}: the product must be {devices}."
             )
         if devices % others:
-            raise ValueError(f"the mesh {given} does not fit {devices} devices: the product must divide {devices}.")
+            raise ValueError(f"the mesh {given} does not fit {available}: the product must divide {devices}.")
         room, windows = devices // others, batch // self.fsdp
         data = self.data or max(parts for parts in range(1, room + 1) if room % parts == 0 == windows % parts)
         return dict(zip(MeshAxis, (data, self.fsdp, self.context, self.tensor), strict=True))

@@ -72,9 +72,31 @@ def read_methods(files: Sequence[Path]) -> dict[str, Config]:
     return methods
 
 
+def parse_config(text: str, label: str) -> Config:
+    """Reads a config from TOML as `config_to_toml` writes it; `label` names its source in errors.
+
+    Raises:
+        UserError: as `read_config`.
+    """
+    try:
+        return _from_table(Config, tomllib.loads(text), label, ())
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{label} is not valid TOML: {error}.") from error
+
+
 def config_to_toml(config: Config) -> str:
     """The config as TOML, with defaults. Options that are None are left out."""
     return tomli_w.dumps(config_to_table(config))
+
+
+def unused_options(config: Config) -> dict[str, Any]:
+    """The options of mixers that are not used, by path."""
+    kind = config.mixer.kind
+    return {
+        name: value
+        for name, value in options_by_name(config).items()
+        if name.startswith("mixer.") and name.count(".") == 2 and not name.startswith(f"mixer.{kind}.")
+    }
 
 
 def options_in_use(config: Config) -> dict[str, Any]:

@@ -100,14 +100,9 @@ class DepthMemoryConfig(MixerOptions):
             return None
         return f"the write {self.write} cannot be undone: it would divide by forgetting"
 
-    def not_for_training_on(self, platform: str) -> str | None:
-        """The form fused is for TPUs only."""
-        if self.form is not Form.FUSED or platform == "tpu":
-            return None
-        return (
-            f"form is fused, whose kernel is for TPUs, but JAX runs on {platform}: set form to recurrent, which has "
-            "the same parameters and results."
-        )
+    def replacements_on(self, platform: str) -> dict[str, Any]:
+        """The kernel of the form fused is for TPUs. The form recurrent has the same parameters and results."""
+        return {"form": Form.RECURRENT} if self.form is Form.FUSED and platform != "tpu" else {}
 
     @property
     def sharded_sizes(self) -> dict[str, tuple[Axis, int]]:

@@ -82,10 +82,10 @@ class MixerOptions:
         """Why writes cannot be undone, as "WHAT cannot be undone: REASON"; None if the mixer is reversible."""
         return None
 
-    def not_for_training_on(self, platform: str) -> str | None:
-        """Why a platform (`jax.default_backend()`) is not suited for training, as "OPTION is ..."; None if it is."""
+    def replacements_on(self, platform: str) -> dict[str, Any]:
+        """Equivalent values for the options that a platform (`jax.default_backend()`) does not support, by name."""
         del platform
-        return None
+        return {}
 
     @property
     def sharded_sizes(self) -> dict[str, tuple[Axis, int]]:

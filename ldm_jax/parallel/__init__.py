@@ -9,7 +9,7 @@ from ldm_jax.parallel.agreement import (
     wait_for_all,
 )
 from ldm_jax.parallel.hosts import Hosts, ending_together, is_leader, join
-from ldm_jax.parallel.mesh import check_mesh, make_mesh, slices_of
+from ldm_jax.parallel.mesh import check_mesh, make_mesh, mesh_sizes, slices_of
 from ldm_jax.parallel.rows import LocalRows
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "is_leader",
     "join",
     "make_mesh",
+    "mesh_sizes",
     "on_leader",
     "require_same",
     "slices_of",

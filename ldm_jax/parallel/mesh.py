@@ -30,10 +30,7 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
             processes would leave devices idle.
     """
     devices = jax.devices() if devices is None else devices
-    try:
-        sizes = config.mesh.sizes(len(devices), config.train.batch_size // config.train.accumulation)
-    except ValueError as error:
-        raise UserError(f"{error} Change [mesh].") from error
+    sizes = mesh_sizes(config, len(devices))
     check_mesh(config, sizes)
     used = math.prod(sizes.values())
     if used < len(devices) and jax.process_count() > 1:
@@ -46,6 +43,14 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
         tuple(name.value for name in sizes),
         axis_types=(AxisType.Auto,) * len(sizes),
     )
+
+
+def mesh_sizes(config: Config, devices: int) -> dict[MeshAxis, int]:
+    """The size of each mesh axis on so many devices. Raises UserError if `[mesh]` does not fit them."""
+    try:
+        return config.mesh.sizes(devices, config.train.batch_size // config.train.accumulation)
+    except ValueError as error:
+        raise UserError(f"{error} Change [mesh].") from error
 
 
 def slices_of(devices: Sequence[Any]) -> int:

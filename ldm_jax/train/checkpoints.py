@@ -7,7 +7,8 @@ import json
 import logging
 import re
 import shutil
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Array, UInt32
 
+from ldm_jax.config import Config
+from ldm_jax.config.toml import parse_config
 from ldm_jax.errors import UserError
 from ldm_jax.parallel import first_failure, is_leader, on_leader, wait_for_all
 from ldm_jax.sharding import constrain
+from ldm_jax.train.identity import STORE_FILE, acquire_lock
 from ldm_jax.train.step import TrainState
 
 SPARE_BYTES = 2_000_000
@@ -40,6 +44,14 @@ class Progress(NamedTuple):
     """The whole config, as TOML."""
     tokenizer: dict[str, str]
     """Content of the tokenizer's files, by file name."""
+
+
+class SavedConfig(NamedTuple):
+    """What the training state in a checkpoint was trained with."""
+
+    config: Config
+    corpus: str
+    """Fingerprint of the corpora."""
 
 
 class Checkpoints:
@@ -74,6 +86,40 @@ class Checkpoints:
                 f"{directory} cannot be reached: {error} (pip install gcsfs for gs://, s3fs for s3://)."
             ) from error
         self._saving: int | None = None
+        self._lock: TextIO | None = None
+
+    @property
+    def directory(self) -> epath.Path:
+        """Where the checkpoints are; this may be a bucket."""
+        return self._directory
+
+    def lock(self) -> None:
+        """Locks the directory until `close`. A bucket cannot be locked.
+
+        Raises:
+            UserError: another process is training with this directory, or it cannot be written.
+        """
+        if self._bucket:
+            return
+        try:
+            self._lock = acquire_lock(Path(self._directory / STORE_FILE))
+        except OSError as error:
+            raise UserError(f"{self._directory} cannot be written: {error.strerror}.") from error
+
+    def last_config(self) -> SavedConfig | None:
+        """The config in the newest checkpoint that has one which can be read. None if there is none."""
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                progress, digest = (
+                    json.loads((self._directory / str(step) / item / "metadata").read_text())
+                    for item in ("progress", "fingerprint")
+                )
+                if _digest(progress) == digest["progress"]:
+                    config = parse_config(progress["config"], f"the config of step {step} in {self._directory}")
+                    return SavedConfig(config, progress["corpus"])
+            except (OSError, ValueError, TypeError, KeyError, UserError):
+                continue
+        return None
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint, or None."""
@@ -160,13 +206,15 @@ class Checkpoints:
             State, progress, and a warning for each skipped checkpoint; None if there is no checkpoint at all.
 
         Raises:
-            UserError: there are checkpoints, but none is intact or none is of this model.
+            UserError: there are checkpoints, but none is intact, or one holds arrays of other types or shapes.
         """
         warnings: list[str] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             restored, why = None, None
             try:
                 restored = self._restore(step, like)
+            except UserError:
+                raise
             except Exception as error:
                 removed = not (self._directory / str(step)).exists()
                 if removed and jax.process_count() == 1:  # by another process, which trains and keeps only the latest
@@ -185,7 +233,7 @@ class Checkpoints:
         return None
 
     def _restore(self, step: int, like: TrainState) -> tuple[TrainState, Progress]:
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(like))
+        target = self._with_saved_types(step, jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(like)))
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(target),  # pyright: ignore[reportCallIssue]
             progress=ocp.args.JsonRestore(),
@@ -197,9 +245,29 @@ class Checkpoints:
             raise ValueError("its content does not match its fingerprint")
         if int(state.step) != step:
             raise ValueError(f"it holds the state of step {int(state.step)}")
-        expected, found = (jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in (like, state))
-        assert found == expected, "a restored array has another type"
-        return state, progress
+        return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), state, like), progress
+
+    def _with_saved_types(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
+        """The arrays to restore, with the types in which they were saved: the fingerprint is of those.
+
+        Raises:
+            ValueError: the checkpoint has other arrays.
+            UserError: it was saved in JAX's 64-bit mode by an earlier version, and the mode is off.
+        """
+        metadata = ocp.StandardCheckpointHandler().metadata(self._directory / str(step) / "state")
+        saved = {array.name: array for array in jax.tree.leaves(metadata.tree)}
+        arrays, structure = jax.tree_util.tree_flatten_with_path(target)
+        wanted = {jax.tree_util.keystr(path, simple=True, separator="."): array for path, array in arrays}
+        for name in dict.fromkeys([*wanted, *saved]):
+            found, expected = (_type(tree.get(name)) for tree in (saved, wanted))
+            if found.replace("float64", "float32") != expected:
+                raise ValueError(f"{name} is {found} in it, but must be {expected}")
+            if "float64" in found and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+                raise UserError(
+                    f"the checkpoint of step {step} in {self._directory} was saved in JAX's 64-bit mode ({name} is "
+                    f"{found}): set JAX_ENABLE_X64=1 and train some steps; what is then saved can be read in any mode."
+                )
+        return jax.tree.unflatten(structure, [each.update(dtype=saved[name].dtype) for name, each in wanted.items()])
 
     def rename_corrupt(self, later_than: int) -> None:
         """Renames the directories of skipped checkpoints, so that their steps can be saved again.
@@ -214,8 +282,18 @@ class Checkpoints:
         self._manager.reload()
 
     def close(self) -> None:
-        """Stops the background threads."""
+        """Stops the background threads, and releases the lock."""
         self._manager.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def holds_checkpoints(directory: epath.Path) -> bool:
+    """Whether a directory or bucket has checkpoints, intact or not. Raises UserError if it cannot be read."""
+    try:
+        return any(directory.glob("*/progress"))
+    except Exception as error:  # storage drivers raise types of their own
+        raise UserError(f"{directory} cannot be read: {_reason(error)}") from error
 
 
 @jax.jit
@@ -239,9 +317,17 @@ def _leaf_fingerprint(leaf: Array) -> UInt32[Array, ""]:
 
 
 def _digests(state: TrainState, progress: Progress) -> dict[str, Any]:
-    text = json.dumps(progress._asdict(), sort_keys=True)
     leaves = np.asarray(fingerprint(_saved(state))).tolist()
-    return {"leaves": leaves, "progress": hashlib.blake2b(text.encode()).hexdigest()[:16]}
+    return {"leaves": leaves, "progress": _digest(progress._asdict())}
+
+
+def _digest(progress: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(progress, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _type(array: Any) -> str:
+    """An array's type and shape, such as `float32[2,16]`."""
+    return "absent" if array is None else f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def _saved(state: TrainState) -> dict[str, Any]:

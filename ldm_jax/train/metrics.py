@@ -1,25 +1,34 @@
 """metrics.jsonl: a JSON object on each line, no step twice."""
 
-import itertools
 import json
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import name_aside, write_atomically
 
 Row = Mapping[str, Any]
 """Numbers by name, always with `step`. The statistics of a depth memory are nested lists of numbers."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file in order, without an incomplete last line; no rows if there is no file.
+    """The rows of a file in order; no rows if there is no file. A line on stderr reports lines that are not rows.
 
     Raises:
-        UserError: the file cannot be read, or a line is not a row of metrics.
+        UserError: the file cannot be read.
     """
-    rows = []
+    rows, invalid = _read(path)
+    if invalid:
+        print(f"warning: line {invalid[0]} of {path} is not a row of metrics, and is left out.", file=sys.stderr)
+    return rows
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows, and the numbers of the lines that are none, without an incomplete last line."""
+    rows, invalid = [], []
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     except OSError as error:
@@ -32,30 +41,31 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         elif number < len(lines) or line.endswith(b"\n"):
-            raise UserError(f"line {number} of {path} is not a row of metrics: correct it, or move the file away.")
-    return rows
+            invalid.append(number)
+    return rows, invalid
 
 
 class MetricsFile:
     """Appends rows to a file, after removing the rows that an earlier start wrote later than its checkpoint.
 
-    If the run starts at step 0 but the file has rows, the file is renamed and a new one is started.
+    If the run starts at step 0 but the file has rows, or if it has lines that are not rows, it is kept under another
+    name.
 
     Raises:
-        UserError: the file cannot be written, or a line is not a row of metrics.
+        UserError: the file cannot be written.
     """
 
     def __init__(self, path: Path, step: int):
-        rows = read_metrics(path)
-        self.renamed: Path | None = None
-        """The new name of a file whose rows have no checkpoint."""
+        rows, invalid = _read(path)
+        self.warning: str | None = None
+        """A sentence that says why the file was kept under another name."""
         try:
-            if step == 0 and rows:
-                names = (path.with_name(f"{path.stem}.before{n or ''}{path.suffix}") for n in itertools.count())
-                self.renamed = next(name for name in names if not name.exists())
-                path.rename(self.renamed)
-            kept = [row for row in rows if row["step"] <= step]
-            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+            if invalid or (step == 0 and rows):
+                shutil.copyfile(path, kept := name_aside(path))
+                why = f"line {invalid[0]} is not a row" if invalid else "there are rows, but no checkpoint"
+                self.warning = f"{path} is kept as {kept}: {why}."
+            kept_rows = [row for row in rows if row["step"] <= step]
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept_rows))
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from error

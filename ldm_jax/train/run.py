@@ -11,15 +11,24 @@ import tomli_w
 from jax.sharding import Mesh
 from rich.console import Console
 
-from ldm_jax.config import AttentionImplementation, Config
-from ldm_jax.config.toml import config_to_toml, options_by_name, options_in_use
+from ldm_jax.config import Config
+from ldm_jax.config.toml import config_to_toml, options_by_name, options_in_use, unused_options
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.infer import Sampling, complete
 from ldm_jax.nn import count_parameters, model_graph
-from ldm_jax.parallel import code_fingerprint, first_failure, is_leader, make_mesh, on_leader, require_same
+from ldm_jax.parallel import (
+    code_fingerprint,
+    first_failure,
+    is_leader,
+    make_mesh,
+    mesh_sizes,
+    on_leader,
+    require_same,
+)
 from ldm_jax.train.checkpoints import Checkpoints, Progress
+from ldm_jax.train.device import check_device
 from ldm_jax.train.loop import Loop
 from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.sinks import MetricsLogger
@@ -54,16 +63,19 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     console.quiet = console.quiet or not is_leader()
     require_same({"code": code_fingerprint(), "installed packages": _packages()})  # before options, which depend on it
     require_same({name: repr(value) for name, value in options_by_name(config).items()})
-    _check_device(config)
+    check_device(config)
+    mesh_sizes(config, jax.device_count())  # [mesh] has to fit one device as well
     mesh = make_mesh(config) if jax.device_count() > 1 else None
     mesh_context = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
     with mesh_context, StopSignal() as stop, contextlib.closing(RunDirectory(path)) as directory:
         data = load_data(config.data, config.model.vocabulary)
         require_same({"corpus": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
-        notes = [f"changed     {change}" for change in _open(directory, config)]
-        notes += [f"warning     {warning}" for warning in data.warnings]
+        on_leader(directory.open)
+        _check_shared(directory, config)
         keep = config.train.keep_checkpoints, config.train.keep_every
         with contextlib.closing(Checkpoints(checkpoint_directory(config, path), *keep)) as checkpoints:
+            changes, broken = [], [*data.warnings]
+            on_leader(lambda: changes.extend(directory.claim(checkpoints, config, data.fingerprint)))
             checkpoints.remove_leftovers()
             state = make_state(config, mesh)
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
@@ -76,11 +88,14 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
                         "corpus, or give another --run."
                     )
                 checkpoints.rename_corrupt(later_than=int(state.step))
-                notes += [f"warning     {warning}" for warning in warnings]
-            _introduce(console, config, path, data, mesh, state, progress, notes)
+                broken += warnings
+            on_leader(lambda: broken.extend(directory.restore_config(progress.config, is_new=restored is None)))
+            notes = {"changed": changes, "unused": _unused(config), "warning": broken}
+            lines = [f"{kind:<12}{text}" for kind, texts in notes.items() for text in texts]
+            _introduce(console, config, path, data, mesh, state, progress, lines)
             if int(state.step) < config.train.steps:
-                on_leader(lambda: directory.store(config))
                 progress = progress._replace(config=config_to_toml(config), corpus=data.fingerprint)
+                on_leader(lambda: directory.store(progress.config))
                 with contextlib.closing(MetricsLogger(config, path, int(state.step))) as metrics:
                     if metrics.warning is not None:
                         _print(console, f"warning     {metrics.warning}")
@@ -93,48 +108,38 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     return state
 
 
-def _open(directory: RunDirectory, config: Config) -> list[str]:
-    """Opens the directory on process 0, checks that the other processes see it, and returns what has changed."""
-    changes: list[str] = []
-
-    def open_and_store() -> None:
-        changes.extend(directory.open(config))
-        if not directory.config_file.exists():
-            directory.store(config)  # before any other file, because it marks the directory as a run
-
-    on_leader(open_and_store)
+def _check_shared(directory: RunDirectory, config: Config) -> None:
+    """Raises UserError unless all processes that use the directory see the one of process 0."""
     if config.train.checkpoints is not None:
-        return changes  # the other processes do not use the directory
+        return  # the other processes do not use it
     end = time.monotonic() + SHARED_STORAGE_SECONDS
-    while not (seen := directory.config_file.exists()) and time.monotonic() < end:
+    while not (seen := directory.lock_file.exists()) and time.monotonic() < end:
         time.sleep(0.5)
     unseen = None if seen else f"process {jax.process_index()} does not see the run of process 0 in {directory.path}"
     if (failure := first_failure(unseen)) is not None:
         raise UserError(
             f"{failure}: give the same --run on storage that all hosts share, or set train.checkpoints to such storage."
         )
-    return changes
 
 
 def _packages() -> str:
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in SAME_PACKAGES)
 
 
-def _check_device(config: Config) -> None:
-    here = jax.default_backend()
-    if config.model.attention is AttentionImplementation.CUDNN and here != "gpu":
-        raise UserError(
-            f"model.attention is cudnn, but JAX runs on {here} here: cuDNN needs an NVIDIA GPU. Set model.attention to "
-            "xla."
-        )
-    if (why := config.mixer.options.not_for_training_on(here)) is not None:
-        raise UserError(f"mixer.{config.mixer.kind}.{why}")
-
-
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(Path(directory))
         return {file.name: file.read_bytes().decode() for file in sorted(Path(directory).iterdir())}
+
+
+def _unused(config: Config) -> list[str]:
+    """A phrase for each option that is set, but belongs to a mixer that is not used."""
+    kind, defaults = config.mixer.kind, options_by_name(Config())
+    return [
+        f"{name} is {value}, but mixer.kind is {kind}"
+        for name, value in unused_options(config).items()
+        if value != defaults[name]
+    ]
 
 
 def _print(console: Console, line: str) -> None:

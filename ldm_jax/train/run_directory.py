@@ -1,7 +1,6 @@
 """The directory of a run: its config, metrics, checkpoints and sample."""
 
-import dataclasses
-import fcntl
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -11,18 +10,27 @@ from etils import epath
 from flax import nnx
 
 from ldm_jax.config import Config
-from ldm_jax.config.toml import config_to_toml, options_by_name, read_config
+from ldm_jax.config.toml import read_config
 from ldm_jax.data import Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import name_aside, write_atomically
 from ldm_jax.nn import Params, Transformer, model_graph
-from ldm_jax.train.checkpoints import Checkpoints
+from ldm_jax.train.changes import find_changes
+from ldm_jax.train.checkpoints import Checkpoints, holds_checkpoints
+from ldm_jax.train.device import adapt
+from ldm_jax.train.identity import (
+    RUN_FILE,
+    STORE_FILE,
+    acquire_lock,
+    check_store,
+    make_identity,
+    read_identity,
+    write_identity,
+)
 from ldm_jax.train.step import make_state
 
-CHANGEABLE = ("optimizer", "train", "log")
-"""Sections of the config whose options may change between two starts of a run."""
 MARK = "# The whole config of this run, written by ldm_jax.\n"
-"""The first line of a run's config, by which its directory is recognised."""
+"""The first line of a run's config."""
 
 
 class RunDirectory:
@@ -32,34 +40,98 @@ class RunDirectory:
         self.path = path
         self.config_file = path / "config.toml"
         self.sample_file = path / "sample.txt"
+        self.lock_file = path / RUN_FILE
         self._lock = None
 
-    def open(self, config: Config) -> list[str]:
-        """Creates the directory, or finds the same run in it. Returns a phrase for each option that has changed.
-
-        Options of `optimizer`, `train` and `log` may change. The model, the mixer, the data, the seed and what decides
-        the structure of the optimiser's state may not.
+    def open(self) -> None:
+        """Creates the directory, or finds a run in it, and locks it.
 
         Raises:
-            UserError: the directory holds another model or other files, is in use, or cannot be written.
+            UserError: the directory holds other files, is in use, or cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._acquire()
-            return self._compare(config)
+            foreign = [entry.name for entry in self.path.iterdir() if not _is_early(entry)]
+            if foreign and not _is_run(self.path):
+                raise UserError(
+                    f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}) and no run: give another --run."
+                )
+            self._lock = acquire_lock(self.lock_file)
         except OSError as error:
-            self.close()
             raise UserError(f"the run directory {self.path} cannot be written: {error.strerror}.") from error
-        except UserError:
-            self.close()
-            raise
 
-    def store(self, config: Config) -> None:
-        """Writes config.toml. Raises UserError if it cannot be written."""
+    def claim(self, checkpoints: Checkpoints, config: Config, corpus: str) -> list[str]:
+        """Takes the store of checkpoints for this run. Until then, nothing in it has been changed.
+
+        Args:
+            checkpoints: the store.
+            config: what the run is started with.
+            corpus: the fingerprint of its text.
+
+        Returns:
+            A phrase for each option that has changed since the last checkpoint.
+
+        Raises:
+            UserError: the checkpoints are those of another run or another model, or are being written.
+        """
+        own, store = read_identity(self.lock_file), checkpoints.directory
+        check_store(store, self.path, own)  # names the other run, if it is being trained
+        checkpoints.lock()
+        identity = check_store(store, self.path, own) or own or make_identity(self.path)
+        changes: list[str] = []
+        if (saved := checkpoints.last_config()) is None:
+            self._check_former_store(config, store)
+        else:
+            model, text, others = find_changes(saved.config, config)
+            changes = [*text, *others]
+            if model or (text and saved.corpus != corpus):
+                what, change = ("model", model[0]) if model else ("text", text[0])
+                raise UserError(
+                    f"{store} holds checkpoints of another {what}: {change}. Undo the change, or give another --run."
+                )
         try:
-            write_atomically(self.config_file, MARK + config_to_toml(config))
+            write_identity(self.lock_file, identity)
+            write_identity(store / STORE_FILE, identity)
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be written: {error.strerror}.") from error
+        return changes
+
+    def _check_former_store(self, config: Config, store: epath.Path) -> None:
+        """Raises UserError if the store has no checkpoints, but the one of the last start has."""
+        if (last := _written(self.config_file)) is None:
+            return
+        former = checkpoint_directory(last, self.path)
+        if former != checkpoint_directory(config, self.path) and holds_checkpoints(former):
+            raise UserError(
+                f"the checkpoints of the run {self.path} are in {former}, and train.checkpoints is now {store}: move "
+                "them there, or undo the change."
+            )
+
+    def store(self, config: str) -> None:
+        """Writes config.toml, a config as TOML. Raises UserError if it cannot be written."""
+        try:
+            write_atomically(self.config_file, MARK + config)
         except OSError as error:
             raise UserError(f"{self.config_file} cannot be written: {error.strerror}.") from error
+
+    def restore_config(self, config: str, is_new: bool) -> list[str]:
+        """Writes config.toml if it is lost or broken. Returns a sentence about it, unless the run is new.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        file = self.config_file
+        if _written(file) is not None:
+            return []
+        note = [] if is_new else [f"{file} was lost: it is written again."]
+        try:
+            if file.exists():
+                file.rename(kept := name_aside(file))
+                note = [f"{file} could not be read: it is now {kept}, and {file.name} is written again."]
+        except OSError as error:
+            raise UserError(f"{file} cannot be renamed: {error.strerror}.") from error
+        self.store(config)
+        return note
 
     def close(self) -> None:
         """Releases the lock."""
@@ -67,67 +139,31 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def _acquire(self) -> None:
-        own = {".lock", "config.toml.tmp"}  # left by a start that was killed early
-        foreign = [entry.name for entry in self.path.iterdir() if entry.name not in own]
-        if foreign and not _is_run(self.path):
-            raise UserError(
-                f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}) and no run: give another --run."
-            )
-        self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process is training in {self.path}: wait for it, or give another --run."
-            ) from None
-
-    def _compare(self, config: Config) -> list[str]:
-        if not self.config_file.exists():
-            return []
-        stored = read_config(self.config_file)
-        # data.verify does not change the data.
-        stored = dataclasses.replace(stored, data=dataclasses.replace(stored.data, verify=config.data.verify))
-        for section in ("model", "mixer", "data"):
-            if differences := _differences(section, getattr(stored, section), getattr(config, section)):
-                raise UserError(
-                    f"{self.path} holds another model: {differences[0]}. Give another --run, or undo the change."
-                )
-        for name, why, old, new in (
-            ("train.seed", "change the order of the data", stored.train.seed, config.train.seed),
-            ("optimizer.name", "need another optimiser state", stored.optimizer.name, config.optimizer.name),
-            ("optimizer.ema > 0", "need another state", stored.optimizer.ema > 0, config.optimizer.ema > 0),
-        ):
-            if old != new:
-                raise UserError(
-                    f"{name} was {old} and is now {new}, which would {why}: undo the change, or give another --run."
-                )
-        return [
-            phrase
-            for section in CHANGEABLE
-            for phrase in _differences(section, getattr(stored, section), getattr(config, section))
-        ]
-
 
 def checkpoint_directory(config: Config, path: Path) -> epath.Path:
     """Where the run in the directory `path` has its checkpoints; this may be a bucket."""
     return epath.Path(config.train.checkpoints or path / "checkpoints")
 
 
+def _written(file: Path) -> Config | None:
+    """The config in a file that `RunDirectory.store` has written; None if there is none that can be read."""
+    try:
+        return read_config(file) if file.read_bytes().startswith(MARK.encode()) else None
+    except (OSError, UserError):
+        return None
+
+
 def _is_run(path: Path) -> bool:
-    """Whether config.toml was written by `store`, not by a user."""
+    """Whether a directory is that of a run, even if its config is lost."""
     file = path / "config.toml"
-    return file.is_file() and file.read_bytes().startswith(MARK.encode())
+    marked = file.is_file() and file.read_bytes().startswith(MARK.encode())
+    return marked or read_identity(path / RUN_FILE) is not None or holds_checkpoints(epath.Path(path / "checkpoints"))
 
 
-def _differences(section: str, old: object, new: object) -> list[str]:
-    """A phrase for each option that differs."""
-    current = options_by_name(new, section)
-    return [
-        f"{name} was {was} and is now {current[name]}"
-        for name, was in options_by_name(old, section).items()
-        if was != current[name]
-    ]
+def _is_early(entry: Path) -> bool:
+    """Whether a file or directory can be from a start that was killed before the directory was marked as a run."""
+    store = entry.name == "checkpoints" and entry.is_dir()
+    return entry.name in (RUN_FILE, "config.toml.tmp") or (store and {e.name for e in entry.iterdir()} <= {STORE_FILE})
 
 
 class TrainedRun(NamedTuple):
@@ -143,31 +179,43 @@ class TrainedRun(NamedTuple):
 
 
 def load_run(path: Path) -> TrainedRun:
-    """Loads the last checkpoint of the run in a directory.
+    """Loads the last checkpoint of the run in a directory, which does not change.
+
+    Options that this device does not support are replaced by equivalent ones, and a lost or broken config.toml by the
+    config of the last checkpoint. A line on stderr reports each.
 
     Raises:
         UserError: the directory holds no run, or the run has no checkpoint yet.
     """
     if not _is_run(path):
         raise UserError(f"{path} holds no run: give a directory that scripts/train.py has written.")
-    config = read_config(path / "config.toml")
-    keep = config.train.keep_checkpoints, config.train.keep_every
-    checkpoints = Checkpoints(checkpoint_directory(config, path), *keep)
-    try:
+    file = path / "config.toml"
+    config = _written(file)
+    store = path / "checkpoints" if config is None else checkpoint_directory(config, path)
+    with contextlib.closing(Checkpoints(store, keep=1)) as checkpoints:
+        check_store(checkpoints.directory, path, read_identity(path / RUN_FILE))
+        saved = checkpoints.last_config()
+        if saved is not None and (config is None or find_changes(saved.config, config).model):
+            _print(f"warning: {file} is lost, broken or of another model: the config of the last checkpoint is used.")
+            config = saved.config
+        config = read_config(file) if config is None else config
+        config, replaced = adapt(config)
         restored = checkpoints.restore_latest(make_state(config))
-    finally:
-        checkpoints.close()
     if restored is None:
         raise UserError(
             f"the run in {path} has no checkpoint yet: the first is saved after train.checkpoint_every "
             f"({config.train.checkpoint_every}) steps."
         )
     state, progress, warnings = restored
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    for line in (*(f"warning: {warning}" for warning in warnings), *(f"note: {phrase}." for phrase in replaced)):
+        _print(line)
     with tempfile.TemporaryDirectory() as directory:
         for name, text in progress.tokenizer.items():
             (Path(directory) / name).write_bytes(text.encode())
         tokenizer = load_tokenizer(Path(directory))
     graph = model_graph(config.model, config.mixer)
     return TrainedRun(config, int(state.step), graph, state.eval_params, tokenizer, progress.corpus)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)

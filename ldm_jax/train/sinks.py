@@ -34,17 +34,16 @@ class MetricsLogger:
     """All sinks of a run that starts after `step`. Only process 0 has any.
 
     Raises:
-        UserError: a package is not installed, or `metrics.jsonl` cannot be written or has a line that is not a row.
+        UserError: a package is not installed, or `metrics.jsonl` cannot be written.
     """
 
     def __init__(self, config: Config, run: Path, step: int):
         self._sinks: list[Sink] = []
         self.warning: str | None = None
-        """A sentence about rows without a checkpoint that were moved away."""
+        """A sentence about a former `metrics.jsonl` that was kept under another name."""
         if is_leader():
             file = MetricsFile(run / "metrics.jsonl", step)
-            if file.renamed is not None:
-                self.warning = f"there were rows of metrics, but no checkpoint: they are now in {file.renamed}."
+            self.warning = file.warning
             self._sinks = [file, *make_sinks(config, run, step)]
 
     def write(self, row: Row) -> list[str]:
@@ -130,7 +129,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project, which continues under the same id when the training run is resumed."""
+    """A run in a project, which continues under the same id when the training run is resumed.
+
+    The library numbers the rows itself, and drops those whose number does not increase. The step is therefore a metric
+    of its own, against which the others are drawn. Rows written after the last checkpoint of an interrupted run remain,
+    and the resumed run's rows of the same steps are drawn beside them.
+    """
 
     def __init__(self, config: Config, run: Path):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -143,10 +147,12 @@ class WeightsAndBiases:
             dir=str(run),
             config=config_to_table(config),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Row) -> str | None:
         """Writes a scalar for each number."""
-        self._run.log(dict(_scalars(row)), step=row["step"])
+        self._run.log({"step": row["step"], **dict(_scalars(row))})
         return None
 
     def close(self) -> None:

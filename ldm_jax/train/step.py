@@ -33,7 +33,7 @@ class LossRecord(NamedTuple):
     @classmethod
     def empty(cls) -> "LossRecord":
         """The record of no loss."""
-        return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
+        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def record_loss(past: LossRecord, loss: Scalar) -> LossRecord:
@@ -115,7 +115,12 @@ def _make_state(config: Config) -> TrainState:
     counters = zero, Skips(zero, zero), LossRecord.empty()
     # Copies, because the step donates its state and an array cannot be donated twice.
     step, skips, losses = jax.tree.map(jnp.copy, counters)
-    return TrainState(step, params, _optimizer(config).init(params), skips, losses, average)
+    state = TrainState(step, params, _optimizer(config).init(params), skips, losses, average)
+    return jax.tree.map(_at_most_32_bits, state)  # Muon's constants are float64 in 64-bit mode
+
+
+def _at_most_32_bits(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def _optimizer(config: Config) -> optax.GradientTransformation:
@@ -184,7 +189,7 @@ def make_train_step(
             None if state.average is None else _moving_average(state.average, params, config.optimizer.ema, state.step),
         )
         before = state._replace(skips=Skips(state.skips.total + 1, state.skips.in_a_row + 1))
-        kept = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), before, after)
+        kept = jax.tree.map(lambda old, new: jnp.where(skipped, old, new.astype(old.dtype)), before, after)
         ratio = jnp.where(skipped, 0.0, optax.tree.norm(updates) / optax.tree.norm(state.params))
         metrics = StepMetrics(loss, norm, norms, ratio, rate, skipped, kept.skips)
         return kept._replace(step=state.step + 1), metrics

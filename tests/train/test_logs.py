@@ -50,30 +50,42 @@ def test_tensorboard_survives_a_full_disk(tmp_path, monkeypatch):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
-def test_wandb_gets_every_number(tmp_path, monkeypatch):
-    logged, init_options = [], {}
+class WandbRun:
+    """A stand-in for a run of Weights & Biases, which drops rows whose number does not increase."""
 
-    class Run:
-        def log(self, row, step):
-            logged.append((step, row))
+    def __init__(self):
+        self.rows, self.metrics, self.last = [], {}, -1
 
-        def finish(self):
-            logged.append("finished")
+    def define_metric(self, name, step_metric=None):
+        self.metrics[name] = step_metric
 
+    def log(self, row, step=None):
+        number = self.last + 1 if step is None else step
+        if number > self.last:
+            self.rows.append(row)
+            self.last = number
+
+    def finish(self):
+        pass
+
+
+def test_wandb_gets_every_number_and_every_row_of_a_resumed_run(tmp_path, monkeypatch):
+    runs, init_options = {}, {}
     module = types.ModuleType("wandb")
     module.__spec__ = types.SimpleNamespace(name="wandb")
-    module.init = lambda **options: init_options.update(options) or Run()
+    module.init = lambda **options: init_options.update(options) or runs.setdefault(options["id"], WandbRun())
     monkeypatch.setitem(sys.modules, "wandb", module)
-    (sink,) = make_sinks(with_log(wandb_project="depth"), tmp_path / "a run", 0)
-    sink.write(ROW)
-    sink.close()
-    assert logged == [(3, SCALARS), "finished"]
+    for checkpoint, steps in ((0, range(1, 6)), (2, range(3, 9))):  # killed at step 5, resumed from 2
+        (sink,) = make_sinks(with_log(wandb_project="depth"), tmp_path / "a run", checkpoint)
+        for step in steps:
+            assert sink.write({**ROW, "step": step}) is None
+        sink.close()
+    ((_, run),) = runs.items()
+    assert run.rows == [{"step": step, **SCALARS} for step in (1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8)]
+    assert run.metrics == {"step": None, "*": "step"}
     assert (init_options["project"], init_options["name"], init_options["resume"]) == ("depth", "a run", "allow")
-    run_id = init_options["id"]
-    make_sinks(with_log(wandb_project="depth"), tmp_path / "a run", 2)
-    assert init_options["id"] == run_id
     make_sinks(with_log(wandb_project="depth"), tmp_path / "another", 0)
-    assert init_options["id"] != run_id
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize(

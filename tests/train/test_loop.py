@@ -14,30 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ldm_jax.config import AttentionImplementation, ComputeType, OptimizerName
+from ldm_jax.config import AttentionImplementation, ComputeType
 from ldm_jax.config.toml import config_to_toml, read_config
 from ldm_jax.data import Data
 from ldm_jax.errors import DivergedError, UserError
 from ldm_jax.infer import MemoryFigures
-from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.train import load_run, loop, make_state
 from ldm_jax.train.checkpoints import Checkpoints
 from ldm_jax.train.metrics import MetricsFile, read_metrics
 from ldm_jax.train.run_directory import RunDirectory
 from runs import assert_same_bits, make_corpus, quietly, tiny, with_optimizer, with_train, without_memory
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("text") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def finished(corpus, tmp_path_factory):
-    """Config, directory, final state and output of an uninterrupted run."""
-    config, path = without_memory(tiny(corpus)), tmp_path_factory.mktemp("runs") / "finished"
-    return config, path, *quietly(config, path)
-
 
 TRAINING_ROW = {
     "step", "loss", "grad_norm", "grad_norm_embedding", "grad_norm_blocks", "update_ratio",
@@ -46,7 +32,7 @@ TRAINING_ROW = {
 
 
 def checkpoint_names(path):
-    return sorted(directory.name for directory in (path / "checkpoints").iterdir())
+    return sorted(directory.name for directory in (path / "checkpoints").glob("[0-9]*"))
 
 
 def losses(path):
@@ -156,20 +142,6 @@ def test_more_steps_continue_a_finished_run(finished, corpus, tmp_path):
     assert read_config(path / "config.toml").train.steps == 6
 
 
-def test_another_model_is_refused_and_nothing_is_touched(finished):
-    config, path, state, _ = finished
-    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    other = dataclasses.replace(config, mixer=MixerConfig(MixerKind.LDM, ldm=config.mixer.ldm))
-    with pytest.raises(UserError, match=r"mixer\.kind was preln and is now ldm"):
-        quietly(other, path)
-    with pytest.raises(UserError, match=r"train\.seed was 0 and is now 1"):
-        quietly(with_train(config, seed=1), path)
-    with pytest.raises(UserError, match=r"optimizer\.name was adamw and is now muon"):
-        quietly(with_optimizer(config, name=OptimizerName.MUON), path)
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
-    assert_same_bits(load_run(path).params, state.params)
-
-
 def test_a_directory_of_other_files_is_refused(corpus, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"thesis\.tex"):
@@ -191,7 +163,7 @@ def test_cudnn_without_a_gpu_is_refused(corpus, tmp_path):
 
 def test_two_processes_in_one_directory_are_refused(corpus, tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    directory.open(tiny(corpus))
+    directory.open()
     with pytest.raises(UserError, match="another process is training"):
         quietly(tiny(corpus), tmp_path / "run")
     directory.close()
@@ -377,27 +349,6 @@ def test_an_incomplete_line_of_metrics_is_dropped(finished, tmp_path):
     assert all(json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines())
 
 
-@pytest.mark.parametrize("line", ["{garb", "5", '{"loss": 1}', "\udcff"])
-def test_an_invalid_line_of_metrics_is_an_error(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', errors="surrogateescape")
-    before = path.read_bytes()
-    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl"):
-        MetricsFile(path, 1)
-    assert path.read_bytes() == before
-
-
-def test_rows_without_checkpoints_are_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for name in ("metrics.before.jsonl", "metrics.before1.jsonl"):
-        path.write_text('{"step": 10}\n{"step": 20}\n')
-        file = MetricsFile(path, 0)  # killed before its first checkpoint, or the checkpoints are lost
-        file.close()
-        assert file.renamed == tmp_path / name
-        assert len(read_metrics(tmp_path / name)) == 2
-        assert path.read_text() == ""
-
-
 def test_a_changed_checkpoint_is_corrupt(finished, tmp_path):
     config, whole, expected, _ = finished
     path = tmp_path / "run"
@@ -474,15 +425,3 @@ def test_a_changed_corpus_is_reported(finished, tmp_path):
     (tmp_path / "corpus" / "new.txt").write_text("more text\n" * 20)
     _, output = quietly(config, path)
     assert "the corpus has changed" in output
-
-
-def test_a_run_of_the_previous_version_is_loaded_or_says_what_to_rename(finished, tmp_path):
-    path = tmp_path / "run"
-    shutil.copytree(finished[1], path)
-    file = path / "config.toml"
-    text = file.read_text().replace("[mixer.ldm]\n", '[mixer.ldm]\nread_into = "branch"\n')
-    file.write_text(text)
-    assert load_run(path).step == 6
-    file.write_text(text.replace("[mixer]\n", '[mixer]\nbackward = "undone"\n'))
-    with pytest.raises(UserError, match=r"mixer\.backward is 'undone'.*reversible"):
-        load_run(path)

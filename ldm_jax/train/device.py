@@ -1,0 +1,34 @@
+"""Options that a device does not support, and their equivalents: a trained model can be used on any device."""
+
+import dataclasses
+
+import jax
+
+from ldm_jax.config import AttentionImplementation, Config
+from ldm_jax.config.toml import options_by_name
+from ldm_jax.errors import UserError
+
+
+def adapt(config: Config) -> tuple[Config, list[str]]:
+    """The config with options that this device supports, and a phrase for each option that was replaced.
+
+    The parameters and the function stay the same.
+    """
+    here, model = jax.default_backend(), config.model
+    if model.attention is AttentionImplementation.CUDNN and here != "gpu":
+        model = dataclasses.replace(model, attention=AttentionImplementation.XLA)
+    mixer = config.mixer.with_options(**config.mixer.options.replacements_on(here))
+    adapted = dataclasses.replace(config, model=model, mixer=mixer)
+    supported = options_by_name(adapted)
+    return adapted, [
+        f"{name} is {value}, which JAX on {here} does not support: the equivalent is {supported[name]}"
+        for name, value in options_by_name(config).items()
+        if value != supported[name]
+    ]
+
+
+def check_device(config: Config) -> None:
+    """Raises UserError if this device does not support an option, because the equivalent may be much slower."""
+    _, replaced = adapt(config)
+    if replaced:
+        raise UserError(f"{replaced[0]}. Set that to train here.")
