@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import interruptible  # noqa: F401 (first)
 import jax
 import tyro
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import interruptible  # noqa: F401 (first)
 import tyro
 
 from ldm_jax.compare.costs import update_costs

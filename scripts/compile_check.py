@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 
+import interruptible  # noqa: F401 (first)
 import jax
 
 from ldm_jax.config import MeshConfig

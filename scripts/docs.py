@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import interruptible  # noqa: F401 (first)
 from pdoc import doc, render
 
 import ldm_jax

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import interruptible  # noqa: F401 (first)
 import tyro
 
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import interruptible  # noqa: F401 (first)
+
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.errors import UserError
 

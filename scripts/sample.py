@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import interruptible  # noqa: F401 (first)
 import tyro
 
 from ldm_jax.config.command_line import parse, run_script

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import interruptible  # noqa: F401 (first)
+
 from ldm_jax.config.command_line import parse_train_arguments, run_script
 from ldm_jax.parallel import join
 from ldm_jax.train import train

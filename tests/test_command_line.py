@@ -1,6 +1,7 @@
 """Exit statuses and messages of the scripts."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,24 @@ def test_an_error_is_a_sentence_and_a_status(monkeypatch, error, status):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (result.returncode, result.stderr) == (status, f"error: {error}\n")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "scripts").glob("*.py")), ids=lambda file: file.stem)
+def test_an_interruption_of_the_imports_is_a_line(file, tmp_path):
+    for package in ("jax", "tyro", "pdoc"):  # stand-ins that take forever
+        (tmp_path / f"{package}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, file]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    expected = (0, "") if file.stem == "interruptible" else (130, "\ninterrupted.\n")
+    assert (result.returncode, result.stderr) == expected
+
+
+def test_an_interruption_is_a_line_and_a_status(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    with pytest.raises(SystemExit, match="130"):
+        run_script(fail_with(KeyboardInterrupt()), "interrupted: run it again.")
+    assert capsys.readouterr().err == "\ninterrupted: run it again.\n"
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

@@ -137,7 +137,7 @@ def test_help_shows_every_field(refused):
         (["{home}/tiny.toml", "--data.path", "{home}/nothing/*"], "no file matches"),
         (["{home}/tiny.toml", "--data.context", "100000", "--run", "{home}/new"], "one window needs 100,001"),
         (["{home}/tiny.toml", "--run", "{home}"], "holds other files"),
-        (["{home}/tiny.toml", "--run", "{home}/run", "--mixer.kind", "preln"], "holds another model"),
+        (["{home}/tiny.toml", "--run", "{home}/run", "--mixer.kind", "preln"], "checkpoints of another model"),
         ([], "required"),
         (["--model.depth", "1", "{home}/tiny.toml"], "the config file comes first"),
         (["{home}/tiny.toml", "--model.scan", "no"], "invalid choice 'no'"),
@@ -194,6 +194,7 @@ def test_a_disk_that_fills_up_keeps_what_there_was(home):
     code = (
         "import resource, runpy, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
         f"sys.argv = ['train.py', {str(home / 'tiny.toml')!r}, '--run', {str(home / 'run')!r}, '--train.steps', '6']\n"
         f"runpy.run_path({str(ROOT / 'scripts' / 'train.py')!r}, run_name='__main__')\n"
     )

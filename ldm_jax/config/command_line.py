@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ Arguments = TypeVar("Arguments")
 OverConfig = TypeVar("OverConfig", bound="ConfigArguments")
 DIVERGED_STATUS = 3
 """Exit status of a script whose training diverged; it is 1 after any other error."""
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as shells expect it."""
 _TYRO_FLAGS = (tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff)
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -151,6 +154,10 @@ def run_script(main: Callable[[], None], when_interrupted: str = "interrupted.")
         main: the script's function.
         when_interrupted: printed after Ctrl-C.
     """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # the imports are done: interruptions are handled below
     use_compilation_cache()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # generated text need not be valid in the terminal's encoding
@@ -172,7 +179,10 @@ def _run(main: Callable[[], None], when_interrupted: str) -> None:
         why = str(error).partition("\n")[0]
         sys.exit(f"error: the device is out of memory ({why}). Use a smaller batch, model or key_dim.")
     except KeyboardInterrupt:
-        sys.exit(f"\n{when_interrupted}")
+        if jax.distributed.is_initialized():
+            sys.exit(when_interrupted)
+        print(f"\n{when_interrupted}", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
     except BrokenPipeError:  # the reader of the output has exited, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
