@@ -207,7 +207,10 @@ def load_run(path: Path) -> TrainedRun:
             f"({config.train.checkpoint_every}) steps."
         )
     state, progress, warnings = restored
-    for line in (*(f"warning: {warning}" for warning in warnings), *(f"note: {phrase}." for phrase in replaced)):
+    for line in (
+        *(f"warning: {warning}" for warning in warnings),
+        *(f"note: {why}: {new} is used." for why, new in replaced.items()),
+    ):
         _print(line)
     with tempfile.TemporaryDirectory() as directory:
         for name, text in progress.tokenizer.items():
