@@ -206,7 +206,8 @@ class Checkpoints:
             State, progress, and a warning for each skipped checkpoint; None if there is no checkpoint at all.
 
         Raises:
-            UserError: there are checkpoints, but none is intact, or one holds arrays of other types or shapes.
+            UserError: there are checkpoints, but none is intact or has such arrays; or one was saved in 64-bit mode
+                by an earlier version, and the mode is off.
         """
         warnings: list[str] = []
         for step in sorted(self._manager.all_steps(), reverse=True):

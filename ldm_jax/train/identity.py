@@ -20,12 +20,12 @@ class Identity(NamedTuple):
     id: str
     """Random, made when the run is started."""
     run: str
-    """The run's directory at that time."""
+    """The run's directory at its last start."""
 
 
-def make_identity(run: Path) -> Identity:
+def make_identity(run: str) -> Identity:
     """A new identity for the run in a directory."""
-    return Identity(uuid.uuid4().hex, str(run.absolute()))
+    return Identity(uuid.uuid4().hex, run)
 
 
 def read_identity(file: epath.PathLike) -> Identity | None:

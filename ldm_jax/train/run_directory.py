@@ -21,6 +21,7 @@ from ldm_jax.train.device import adapt
 from ldm_jax.train.identity import (
     RUN_FILE,
     STORE_FILE,
+    Identity,
     acquire_lock,
     check_store,
     make_identity,
@@ -74,10 +75,15 @@ class RunDirectory:
         Raises:
             UserError: the checkpoints are those of another run or another model, or are being written.
         """
-        own, store = read_identity(self.lock_file), checkpoints.directory
+        store, here = checkpoints.directory, str(self.path.absolute())
+        own = read_identity(self.lock_file)
+        copied = own is not None and _is_copy(self.path, own)
+        own = None if copied else own
         check_store(store, self.path, own)  # names the other run, if it is being trained
         checkpoints.lock()
-        identity = check_store(store, self.path, own) or own or make_identity(self.path)
+        found = check_store(store, self.path, own)
+        known = None if copied else found or own
+        identity = make_identity(here) if known is None else known._replace(run=here)
         changes: list[str] = []
         if (saved := checkpoints.last_config()) is None:
             self._check_former_store(config, store)
@@ -151,6 +157,12 @@ def _written(file: Path) -> Config | None:
         return read_config(file) if file.read_bytes().startswith(MARK.encode()) else None
     except (OSError, UserError):
         return None
+
+
+def _is_copy(path: Path, own: Identity) -> bool:
+    """Whether the directory of this identity still exists elsewhere, so that it was not moved."""
+    found = read_identity(Path(own.run) / RUN_FILE)
+    return found is not None and found.id == own.id and not path.samefile(own.run)
 
 
 def _is_run(path: Path) -> bool:

@@ -17,8 +17,9 @@ from ldm_jax.train import load_run, make_state
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.device import adapt, check_device
-from ldm_jax.train.identity import acquire_lock
+from ldm_jax.train.identity import acquire_lock, read_identity
 from ldm_jax.train.metrics import MetricsFile, read_metrics
+from ldm_jax.train.run_directory import RunDirectory
 from ldm_jax.train.step import make_train_step, state_shapes
 from runs import assert_same_bits, make_corpus, quietly, tiny, with_optimizer, with_train, without_memory
 
@@ -138,6 +139,31 @@ def test_a_store_of_another_run_is_refused(run, tmp_path):
             use(tmp_path / "third")
 
 
+def test_a_copy_is_another_run(finished, tmp_path):
+    config, path, *_ = finished
+    shutil.copytree(path, tmp_path / "copy")
+    with pytest.raises(UserError, match=r"holds the checkpoints of the run .*finished, not of .*copy"):
+        quietly(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "copy")
+    quietly(config, tmp_path / "copy")
+    ids = {read_identity(directory / ".lock").id for directory in (path, tmp_path / "copy")}
+    assert len(ids) == 2
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    assert "is finished at step 6" in quietly(config, tmp_path / "moved")[1]
+    assert read_identity(tmp_path / "moved" / ".lock").id in ids
+
+
+def test_a_directory_of_a_start_that_was_killed_early_is_used(tmp_path):
+    for file in (tmp_path / ".lock", tmp_path / "checkpoints" / ".run"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    directory = RunDirectory(tmp_path)
+    directory.open()
+    directory.close()
+    (tmp_path / "checkpoints" / "mine.pt").touch()
+    with pytest.raises(UserError, match=r"holds other files \(checkpoints\)"):
+        directory.open()
+
+
 def test_a_store_in_use_is_refused(run, tmp_path):
     config, path = run
     with acquire_lock(path / "checkpoints" / ".run"), pytest.raises(UserError, match=r"another process .*checkpoints"):
@@ -146,7 +172,7 @@ def test_a_store_in_use_is_refused(run, tmp_path):
 
 def test_a_store_of_an_earlier_version_is_claimed(run, tmp_path):
     config, path = run
-    for file in (path / ".lock", path / "checkpoints" / ".run"):
+    for file in (path / ".lock", path / "checkpoints" / ".run", path / "config.toml"):
         file.unlink()
     quietly(config, path)
     assert (path / ".lock").read_text() == (path / "checkpoints" / ".run").read_text()
