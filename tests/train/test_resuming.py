@@ -1,5 +1,6 @@
 """What a run may be resumed with: its own checkpoints, options that leave the function as it is, repaired files."""
 
+import contextlib
 import dataclasses
 import shutil
 
@@ -13,15 +14,15 @@ from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form, HyperConfig, LDMConfig, MixerConfig, MixerKind
-from ldm_jax.train import load_run, make_state
+from ldm_jax.train import load_run
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.device import adapt, check_device
 from ldm_jax.train.identity import acquire_lock, read_identity
 from ldm_jax.train.metrics import MetricsFile, read_metrics
-from ldm_jax.train.run_directory import RunDirectory
+from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.step import make_train_step, state_shapes
-from runs import assert_same_bits, make_corpus, quietly, tiny, with_optimizer, with_train, without_memory
+from runs import assert_same_bits, quietly, tiny, with_optimizer, with_train, without_memory
 
 
 @pytest.fixture
@@ -33,6 +34,15 @@ def run(finished, tmp_path):
 
 def content(path):
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def claim(config, path, corpus="another corpus"):
+    """The start of a run up to the claim of its checkpoints, which returns what has changed."""
+    directory = RunDirectory(path)
+    store = Checkpoints(checkpoint_directory(config, path), 2)
+    with contextlib.closing(directory), contextlib.closing(store):
+        directory.open()
+        return directory.claim(store, config, corpus)
 
 
 def with_model(config, **options):
@@ -109,16 +119,15 @@ def test_a_leaner_backward_mode_and_unused_options(run):
 
 def test_the_same_text_elsewhere_and_another_text(run, tmp_path):
     config, path = run
-    moved = with_data(config, path=str(make_corpus(tmp_path / "moved")))
-    _, output = quietly(moved, path)
-    assert "is finished at step 6" in output
-    (tmp_path / "moved" / "more.txt").write_text("another text\n" * 20)
+    moved = with_data(config, path=str(tmp_path / "moved" / "*.txt"))
+    corpus = load_run(path).corpus
+    (change,) = claim(moved, path, corpus)
+    assert change.startswith("data.path was ")
     with pytest.raises(UserError, match=r"another text: data\.path was .*corpus.* and is now .*moved"):
-        quietly(moved, path)
+        claim(moved, path)
+    assert claim(config, path) == []  # the same files, whose text has changed
     shutil.rmtree(path / "checkpoints")
-    _, output = quietly(with_train(moved, steps=1), path)  # there is no checkpoint that would not fit
-    assert "run, new" in output
-    assert f"{path / 'metrics.before.jsonl'}: there are rows, but no checkpoint" in output
+    assert claim(moved, path) == []  # no checkpoint that would not fit
 
 
 def test_a_store_of_another_run_is_refused(run, tmp_path):
@@ -127,14 +136,13 @@ def test_a_store_of_another_run_is_refused(run, tmp_path):
     before = content(path)
     sharing = with_train(config, checkpoints=str(store))
     with pytest.raises(UserError, match=rf"{store} holds the checkpoints of the run .*finished, not of .*other"):
-        quietly(sharing, tmp_path / "other")
+        claim(sharing, tmp_path / "other")
     assert content(path) == before
-    # A run of the same name whose directory was lost resumes, and cannot take a third run's checkpoints.
-    _, output = quietly(sharing, tmp_path / "elsewhere" / "finished")
-    assert "is finished at step 6" in output
+    # A run of the same name whose directory was lost resumes.
+    assert claim(sharing, tmp_path / "elsewhere" / "finished")[0].startswith("train.checkpoints was None")
     shutil.copytree(path, tmp_path / "third")
     (tmp_path / "third" / ".lock").write_text('{"id": "3", "run": "third"}')
-    for use in (load_run, lambda third: quietly(config, third)):
+    for use in (load_run, lambda third: claim(config, third)):
         with pytest.raises(UserError, match=r"holds the checkpoints of the run .*finished, not of .*third"):
             use(tmp_path / "third")
 
@@ -143,12 +151,12 @@ def test_a_copy_is_another_run(finished, tmp_path):
     config, path, *_ = finished
     shutil.copytree(path, tmp_path / "copy")
     with pytest.raises(UserError, match=r"holds the checkpoints of the run .*finished, not of .*copy"):
-        quietly(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "copy")
-    quietly(config, tmp_path / "copy")
+        claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "copy")
+    claim(config, tmp_path / "copy")
     ids = {read_identity(directory / ".lock").id for directory in (path, tmp_path / "copy")}
     assert len(ids) == 2
     (tmp_path / "copy").rename(tmp_path / "moved")
-    assert "is finished at step 6" in quietly(config, tmp_path / "moved")[1]
+    claim(config, tmp_path / "moved")
     assert read_identity(tmp_path / "moved" / ".lock").id in ids
 
 
@@ -167,26 +175,26 @@ def test_a_directory_of_a_start_that_was_killed_early_is_used(tmp_path):
 def test_a_store_in_use_is_refused(run, tmp_path):
     config, path = run
     with acquire_lock(path / "checkpoints" / ".run"), pytest.raises(UserError, match=r"another process .*checkpoints"):
-        quietly(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "finished")
+        claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "finished")
 
 
 def test_a_store_of_an_earlier_version_is_claimed(run, tmp_path):
     config, path = run
     for file in (path / ".lock", path / "checkpoints" / ".run", path / "config.toml"):
         file.unlink()
-    quietly(config, path)
+    claim(config, path)
     assert (path / ".lock").read_text() == (path / "checkpoints" / ".run").read_text()
     with pytest.raises(UserError, match="holds the checkpoints of the run"):
-        quietly(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "other")
+        claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "other")
 
 
 def test_checkpoints_that_stayed_elsewhere_are_not_forgotten(run, tmp_path):
     config, path = run
     with pytest.raises(UserError, match=rf"are in {path / 'checkpoints'}, .*train.checkpoints is now .*new"):
-        quietly(with_train(config, checkpoints=str(tmp_path / "new")), path)
+        claim(with_train(config, checkpoints=str(tmp_path / "new")), path)
 
 
-@pytest.mark.parametrize("broken", [None, "", "[mod"])
+@pytest.mark.parametrize("broken", [None, "[mod"])
 def test_a_lost_config_is_restored(run, broken, capsys):
     config, path = run
     (path / "config.toml").unlink() if broken is None else (path / "config.toml").write_text(broken)
@@ -199,7 +207,6 @@ def test_a_lost_config_is_restored(run, broken, capsys):
     else:
         assert "config.before.toml" in output
         assert (path / "config.before.toml").read_text() == broken
-    assert "warning" not in quietly(config, path)[1]
 
 
 @pytest.mark.parametrize("line", ["{garb", "5", '{"loss": 1}', "\udcff"])
@@ -228,7 +235,7 @@ def test_rows_without_checkpoints_are_kept(tmp_path):
 
 
 def test_no_leaf_of_the_state_depends_on_the_64_bit_mode(corpus):
-    config = with_optimizer(tiny(corpus), name=OptimizerName.MUON, ema=0.9)
+    config = with_optimizer(without_memory(tiny(corpus)), name=OptimizerName.MUON, ema=0.9)
     batch = jax.ShapeDtypeStruct((4, 17), jnp.int32)
     expected = state_shapes(config)
     with jax.enable_x64(True):
@@ -240,23 +247,24 @@ def test_no_leaf_of_the_state_depends_on_the_64_bit_mode(corpus):
 def test_a_run_is_loaded_in_64_bit_mode(finished):
     with jax.enable_x64(True):
         assert_same_bits(load_run(finished[1]).params, finished[2].params)
-        assert "is finished at step 6" in quietly(*finished[:2])[1]
 
 
 def test_a_checkpoint_with_64_bit_leaves(finished, tmp_path):
     """As earlier versions wrote them in 64-bit mode."""
+    like = finished[2]
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     with jax.enable_x64(True):
-        losses = finished[2].losses._replace(mean=jnp.float64(0.1), variance=jnp.float64(2.5))
-        assert checkpoints.save(6, finished[2]._replace(losses=losses), Progress(1, 1.0, "", "", {})) is None
+        losses = like.losses._replace(mean=jnp.float64(0.1), variance=jnp.float64(2.5))
+        assert checkpoints.save(6, like._replace(losses=losses), Progress(1, 1.0, "", "", {})) is None
         assert checkpoints.wait() is None
-        state, _, _ = checkpoints.restore_latest(make_state(finished[0]))
+        state, _, _ = checkpoints.restore_latest(like)
         assert state.losses.mean == jnp.float32(0.1)
         assert state.losses.mean.dtype == jnp.float32
+        wider = like.params | {"embed": {"embedding": jnp.zeros((300, 16), jnp.float32)}}
         with pytest.raises(UserError, match=r"embedding is float32\[256,16\] in it, but must be float32\[300,16\]"):
-            checkpoints.restore_latest(make_state(with_model(finished[0], vocabulary=300)))
+            checkpoints.restore_latest(like._replace(params=wider))
     with pytest.raises(UserError, match=r"losses\.mean is float64\[\]\): set JAX_ENABLE_X64=1"):
-        checkpoints.restore_latest(make_state(finished[0]))
+        checkpoints.restore_latest(like)
     checkpoints.close()
 
 
