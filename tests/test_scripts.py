@@ -50,7 +50,6 @@ def refused(capsys, monkeypatch, unchecked_annotations):
 
     def run(name, *arguments):
         file = ROOT / "scripts" / f"{name}.py"
-        monkeypatch.syspath_prepend(file.parent)
         monkeypatch.setattr(sys, "argv", [str(file), *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as exit:

@@ -74,23 +74,23 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         _check_shared(directory, config)
         keep = config.train.keep_checkpoints, config.train.keep_every
         with contextlib.closing(Checkpoints(checkpoint_directory(config, path), *keep)) as checkpoints:
-            changes, broken = [], [*data.warnings]
+            changes, warnings = [], [*data.warnings]
             on_leader(lambda: changes.extend(directory.claim(checkpoints, config, data.fingerprint)))
             checkpoints.remove_leftovers()
             state = make_state(config, mesh)
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:
                 tokenizer = progress.tokenizer
-                state, progress, warnings = restored
+                state, progress, skipped = restored
                 if progress.tokenizer != tokenizer:
                     raise UserError(
                         f"the run in {path} was trained with another tokenizer than that of the data: restore the "
                         "corpus, or give another --run."
                     )
                 checkpoints.rename_corrupt(later_than=int(state.step))
-                broken += warnings
-            on_leader(lambda: broken.extend(directory.restore_config(progress.config, is_new=restored is None)))
-            notes = {"changed": changes, "unused": _unused(config), "warning": broken}
+                warnings += skipped
+            on_leader(lambda: warnings.extend(directory.restore_config(progress.config, is_new=restored is None)))
+            notes = {"changed": changes, "unused": _unused(config), "warning": warnings}
             lines = [f"{kind:<12}{text}" for kind, texts in notes.items() for text in texts]
             _introduce(console, config, path, data, mesh, state, progress, lines)
             if int(state.step) < config.train.steps:
