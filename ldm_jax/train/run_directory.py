@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from ldm_jax.files import write_atomically
 from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.train.checkpoints import Checkpoints
 from ldm_jax.train.step import make_state
+from ldm_jax.train.storage import storage_path
 
 CHANGEABLE = ("optimizer", "train", "log")
 """Sections of the config whose options may change between two starts of a run."""
@@ -43,6 +45,11 @@ class RunDirectory:
         Raises:
             UserError: the directory holds another model or other files, is in use, or cannot be written.
         """
+        if re.match(r"\w+:/", str(self.path)) is not None:
+            raise UserError(
+                f"the run directory is {self.path}, but only checkpoints can be in a bucket: give a local --run, and set "
+                "train.checkpoints to the bucket."
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._acquire()
@@ -111,7 +118,7 @@ class RunDirectory:
 
 def checkpoint_directory(config: Config, path: Path) -> epath.Path:
     """Where the run in the directory `path` has its checkpoints; this may be a bucket."""
-    return epath.Path(config.train.checkpoints or path / "checkpoints")
+    return storage_path(config.train.checkpoints or path / "checkpoints")
 
 
 def _is_run(path: Path) -> bool:
