@@ -47,8 +47,8 @@ class RunDirectory:
         """
         if re.match(r"\w+:/", str(self.path)) is not None:
             raise UserError(
-                f"the run directory is {self.path}, but only checkpoints can be in a bucket: give a local --run, and set "
-                "train.checkpoints to the bucket."
+                f"the run directory is {self.path}, but only checkpoints can be in a bucket: give a local --run, and "
+                "set train.checkpoints to the bucket."
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ class Bucket:
         if self.writes == self.dies_after:
             threading.Thread(target=self.stop).start()
 
-    def listing(self, prefix="", delimiter="", startOffset="", endOffset="", **_):  # noqa: N803
+    def listing(self, prefix="", delimiter="", startOffset="", endOffset="", **_):
         items, prefixes = [], {}
         for name in sorted(self.objects):
             if name.startswith(prefix) and name >= startOffset and (not endOffset or name < endOffset):
@@ -105,7 +105,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def do_GET(self):  # noqa: N802
+    def do_GET(self):
         with contextlib.suppress(OSError), self.store.lock:
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
@@ -118,7 +118,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
 
-    do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
+    def __getattr__(self, name):
+        if name in ("do_POST", "do_PUT", "do_DELETE"):
+            return self.do_GET
+        raise AttributeError(name)
 
     def answer(self, method, address, body):
         url = urlsplit(address)
