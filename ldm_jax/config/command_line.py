@@ -155,9 +155,7 @@ def run_script(main: Callable[[], None], when_interrupted: str = "interrupted.")
         when_interrupted: printed after Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # the imports are done: interruptions are handled below
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # instead of the handler during the imports
     use_compilation_cache()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # generated text need not be valid in the terminal's encoding

@@ -1,5 +1,6 @@
 """The `[train]` section of a config."""
 
+import re
 from dataclasses import dataclass
 
 from ldm_jax.options import check, check_at_least, check_option_types
@@ -24,7 +25,8 @@ class TrainConfig:
     checkpoint_every: int = 200
     """Steps between checkpoints; there is always one after the last step."""
     checkpoints: str | None = None
-    """Directory of the checkpoints, or a bucket such as gs://bucket/run (pip install gcsfs). None: RUN/checkpoints."""
+    """Directory of the checkpoints, which may be in a bucket: gs://BUCKET/DIRECTORY (pip install 'ldm_jax[gcs]').
+    None: RUN/checkpoints."""
     keep_checkpoints: int = 2
     """Number of latest checkpoints that are kept."""
     keep_every: int | None = None
@@ -57,8 +59,8 @@ class TrainConfig:
         where = self.checkpoints
         check(where != "", "checkpoints is empty, but it must name a directory; leave it out for RUN/checkpoints.")
         check(
-            where is None or "://" not in where or where.startswith(("gs://", "s3://")),
-            f"checkpoints is {where}, but a bucket must be one of gs:// or s3://.",
+            where is None or re.match(r"\w+:/", where) is None or re.match(r"gs://[^/]+/+[^/]", where) is not None,
+            f"checkpoints is {where}, but a bucket must be given as gs://BUCKET/DIRECTORY; others are not supported.",
         )
         check(bool(self.sample_prompt), 'sample_prompt is empty, but it must have a character, such as "\\n".')
         is_text = not any("\ud800" <= character <= "\udfff" for character in self.sample_prompt)

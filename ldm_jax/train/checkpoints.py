@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import re
 import shutil
 from pathlib import Path
@@ -20,10 +19,11 @@ from jaxtyping import Array, UInt32
 from ldm_jax.config import Config
 from ldm_jax.config.toml import parse_config
 from ldm_jax.errors import UserError
-from ldm_jax.parallel import first_failure, is_leader, on_leader, wait_for_all
+from ldm_jax.parallel import first_failure, is_leader, wait_for_all
 from ldm_jax.sharding import constrain
 from ldm_jax.train.identity import STORE_FILE, acquire_lock
 from ldm_jax.train.step import TrainState
+from ldm_jax.train.storage import in_bucket, silence_background_errors, storage_error, storage_path
 
 SPARE_BYTES = 2_000_000
 """Disk space that a save needs beside its arrays: index, metadata, metrics."""
@@ -62,29 +62,24 @@ class Checkpoints:
     """
 
     def __init__(self, directory: epath.PathLike, keep: int, keep_every: int | None = None):
-        self._bucket = "://" in str(directory)
-        self._directory = epath.Path(directory) if self._bucket else epath.Path(directory).absolute()
+        self._directory = storage_path(directory)
         several = jax.process_count() > 1
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
             enable_async_checkpointing=True,
-            create=not several,
+            create=False,
             async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT_SECONDS) if several else None,
             # With the active processes named, barriers do not use the devices and have a timeout.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 active_processes=set(range(jax.process_count())) if several else None
             ),
         )
-        if several:
-            on_leader(lambda: _make_directory(self._directory))
-        logging.getLogger("absl").addFilter(_not_from_orbax)
+        silence_background_errors()
         try:
             self._manager = ocp.CheckpointManager(self._directory, options=self._options)
-        except ImportError as error:
-            raise UserError(
-                f"{directory} cannot be reached: {error} (pip install gcsfs for gs://, s3fs for s3://)."
-            ) from error
+        except Exception as error:  # storage drivers raise types of their own
+            raise UserError(f"{self._directory} cannot be read: {storage_error(error)}") from error
         self._saving: int | None = None
         self._lock: TextIO | None = None
 
@@ -99,7 +94,7 @@ class Checkpoints:
         Raises:
             UserError: another process is training with this directory, or it cannot be written.
         """
-        if self._bucket:
+        if in_bucket(self._directory):
             return
         try:
             self._lock = acquire_lock(Path(self._directory / STORE_FILE))
@@ -160,11 +155,17 @@ class Checkpoints:
         return self._outcome(step, why)
 
     def remove_leftovers(self) -> None:
-        """Removes temporary directories of interrupted saves. Only for the job that trains in the directory."""
+        """Removes what interrupted saves have left. Only for the job that trains in the directory.
+
+        In a directory, a complete checkpoint is renamed to its step; in a bucket, a last file marks it as complete.
+        """
         if is_leader():
-            for leftover in self._directory.glob("*.orbax-checkpoint-tmp"):
-                with contextlib.suppress(OSError):
-                    leftover.rmtree()
+            with contextlib.suppress(Exception):  # of storage drivers, too; the next start tries again
+                complete = {str(step) for step in ocp.utils.checkpoint_steps(self._directory)}
+                for entry in self._directory.iterdir():
+                    unmarked = in_bucket(entry) and entry.name.isdecimal() and entry.name not in complete
+                    if unmarked or entry.name.endswith(".orbax-checkpoint-tmp"):
+                        entry.rmtree()
         wait_for_all()
 
     def _outcome(self, step: int, why: str | None) -> str | None:
@@ -174,7 +175,8 @@ class Checkpoints:
     def _failed(self, step: int, why: str) -> str:
         self._saving = None
         self.remove_leftovers()
-        self._manager.reload()  # else it lists the failed checkpoint
+        with contextlib.suppress(Exception):  # of storage that cannot even be read
+            self._manager.reload()  # else it can list the failed checkpoint
         latest = self.latest_step()
         return f"the checkpoint of step {step} could not be written to {self._directory}: {why} " + (
             "There is no earlier one." if latest is None else f"The checkpoint of step {latest} is kept."
@@ -182,7 +184,7 @@ class Checkpoints:
 
     def _lack_of_space(self, state: TrainState) -> str | None:
         """Checked before a save, because a save that fails halfway costs its whole time."""
-        if self._bucket:
+        if in_bucket(self._directory):
             return None
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + SPARE_BYTES
         try:
@@ -284,7 +286,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Stops the background threads, and releases the lock."""
-        self._manager.close()
+        with contextlib.suppress(Exception):  # of a save that no `wait` has reported, because training has failed
+            self._manager.wait_until_finished()
+        with contextlib.suppress(Exception):
+            self._manager.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -294,7 +299,7 @@ def holds_checkpoints(directory: epath.Path) -> bool:
     try:
         return any(directory.glob("*/progress"))
     except Exception as error:  # storage drivers raise types of their own
-        raise UserError(f"{directory} cannot be read: {_reason(error)}") from error
+        raise UserError(f"{directory} cannot be read: {storage_error(error)}") from error
 
 
 @jax.jit
@@ -335,28 +340,15 @@ def _saved(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in state._asdict().items() if part is not None}
 
 
-def _make_directory(directory: epath.Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be written: {error.strerror}.") from error
-
-
 _TIMED_OUT = f"it timed out after {TIMEOUT_SECONDS} seconds of waiting for another process"
 
 
 def _reason(error: BaseException) -> str:
-    """The cause of a storage error in one sentence; Orbax's own message names every layer that it passed through."""
+    """Why a save or a restore failed, as a sentence."""
     if jax.process_count() > 1 and re.search("Barrier timed out|Timed out while waiting", str(error)):
         # The timeout can be the consequence of an error on this process, which then says more.
         return f"{_TIMED_OUT}." if error.__context__ is None else _reason(error.__context__)
-    text = str(error).strip()
-    found = re.search(r": ([^:\[\]]+) \[os_error_code=", text)
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    elif found is not None:
-        text = found[1]
-    return (text.splitlines() or [type(error).__name__])[0][:300].rstrip(".") + "."
+    return storage_error(error)
 
 
 def _reason_of_all(why: str | None) -> str | None:
@@ -366,8 +358,3 @@ def _reason_of_all(why: str | None) -> str | None:
     why = why and f"process {jax.process_index()}: {why}"
     timed_out = why is not None and _TIMED_OUT in why
     return first_failure(None if timed_out else why) or first_failure(why)
-
-
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Drops Orbax's long log messages about errors that it also raises, which are reported in one sentence."""
-    return not (record.levelno >= logging.WARNING and "orbax" in record.pathname)

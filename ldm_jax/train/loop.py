@@ -133,7 +133,7 @@ class Loop:
             if self.profiling:
                 jax.profiler.stop_trace()
         if (failure := self.checkpoints.wait() or failure) is not None:
-            raise UserError(f"{failure} Free some space, then run the same command again.")
+            raise UserError(f"{failure} When it can be written, run the same command again.")
         return state
 
     def _report(self) -> None:

@@ -34,6 +34,7 @@ from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.sinks import MetricsLogger
 from ldm_jax.train.step import TrainState, make_state
 from ldm_jax.train.stop_signal import StopSignal
+from ldm_jax.train.storage import require_writable
 
 SAME_PACKAGES = "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
 """Packages that need the same version on all hosts."""
@@ -73,6 +74,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         on_leader(directory.open)
         _check_shared(directory, config)
         keep = config.train.keep_checkpoints, config.train.keep_every
+        require_writable(checkpoint_directory(config, path))
         with contextlib.closing(Checkpoints(checkpoint_directory(config, path), *keep)) as checkpoints:
             changes, warnings = [], [*data.warnings]
             on_leader(lambda: changes.extend(directory.claim(checkpoints, config, data.fingerprint)))

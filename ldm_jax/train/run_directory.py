@@ -1,6 +1,7 @@
 """The directory of a run: its config, metrics, checkpoints and sample."""
 
 import contextlib
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,7 @@ from ldm_jax.train.identity import (
     write_identity,
 )
 from ldm_jax.train.step import make_state
+from ldm_jax.train.storage import storage_path
 
 MARK = "# The whole config of this run, written by ldm_jax.\n"
 """The first line of a run's config."""
@@ -50,6 +52,11 @@ class RunDirectory:
         Raises:
             UserError: the directory holds other files, is in use, or cannot be written.
         """
+        if re.match(r"\w+:/", str(self.path)) is not None:
+            raise UserError(
+                f"the run directory is {self.path}, but only checkpoints can be in a bucket: give a local --run, and "
+                "set train.checkpoints to the bucket."
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = [entry.name for entry in self.path.iterdir() if not _is_early(entry)]
@@ -148,7 +155,7 @@ class RunDirectory:
 
 def checkpoint_directory(config: Config, path: Path) -> epath.Path:
     """Where the run in the directory `path` has its checkpoints; this may be a bucket."""
-    return epath.Path(config.train.checkpoints or path / "checkpoints")
+    return storage_path(config.train.checkpoints or path / "checkpoints")
 
 
 def _written(file: Path) -> Config | None:
