@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -221,7 +222,7 @@ Sweep(Path({directory!r}), Path({trainer!r}), 2).complete(runs)
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_comparison_is_resumed(tmp_path, trainer, kind):
-    directory, seconds = tmp_path / "out", 2.0 if kind is signal.SIGKILL else 0.5
+    directory, seconds = tmp_path / "out", 0.5
     code = SWEEP.format(tests=str(Path(__file__).parent), directory=str(directory), trainer=str(trainer(seconds)))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
@@ -233,18 +234,42 @@ def test_a_killed_comparison_is_resumed(tmp_path, trainer, kind):
     assert process.wait(30) != 0
     done = {run.key for run in read_runs(directory / "runs.csv")}
     assert 2 <= len(done) < 8
-    if kind is signal.SIGKILL:  # its runs are still training, and hold the lock
-        with pytest.raises(UserError, match="or a run that it started, is using"):
-            Sweep(directory, trainer(seconds), 1, print).complete([make_run("ldm", methods()["ldm"], 4e-3, 0)])
     time.sleep(2 * seconds)
-    if kind is signal.SIGTERM:
-        assert len(list(directory.glob("runs/*/metrics.jsonl"))) == len(done)
+    assert len(list(directory.glob("runs/*/metrics.jsonl"))) == len(done)  # no run has outlived its sweep
     before = starts(directory)
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     assert len(read_runs(directory / "runs.csv")) == 8
     finished = [name for name in before if any(name.startswith(f"{m}-lr{r:g}-seed{s}-") for m, r, s in done)]
     assert len(finished) == len(done)
     assert all(starts(directory)[name] == before[name] for name in finished)
+
+
+def test_a_run_in_training_is_waited_for_and_keeps_its_log(tmp_path, trainer):
+    run, directory, said = make_run("ldm", methods()["ldm"], 4e-3, 0), tmp_path / "out", []
+    (directory / "runs" / run.name).mkdir(parents=True)
+    log = directory / "runs" / f"{run.name}.log"
+    log.write_text("a line of an earlier start\n")
+    locks = [(folder / ".lock").open("w") for folder in (directory, directory / "runs" / run.name)]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def say(line):
+        if "waiting" in line:
+            said.append(line)
+            locks.pop(0).close()
+
+    Sweep(directory, trainer(), 1, say).complete([run])
+    assert ["another comparison" in line for line in said] == [True, False]
+    assert log.read_text().startswith("a line of an earlier start\n")
+
+
+def test_other_files_and_shared_checkpoints_are_refused(tmp_path, trainer):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"thesis\.tex.*--out"):
+        Sweep(tmp_path, trainer(), 1, print).tune_and_repeat(methods(), [1e-3], [0])
+    shared = dataclasses.replace(methods()["ldm"], train=TrainConfig(checkpoints="elsewhere"))
+    with pytest.raises(UserError, match=r"train\.checkpoints of ldm is elsewhere"):
+        Sweep(tmp_path / "out", trainer(), 1, print).tune_and_repeat({"ldm": shared}, [1e-3], [0])
 
 
 def test_student_intervals():
