@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from ldm_jax.errors import UserError
 
 LINES = ("-", "--", ":", "-.")
-MARKERS = "os^vDPX*"
+MARKERS = "os^vD*PXd<>"
 
 MEMORY_LABELS = {
     "forgetting": "forgetting of a write",

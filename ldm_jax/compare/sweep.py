@@ -20,6 +20,7 @@ from ldm_jax.compare.runs import (
     Key,
     Run,
     RunResult,
+    check_directory,
     diverged_result,
     finished_result,
     make_run,
@@ -36,21 +37,6 @@ EXTENSIONS = 3
 """How often a grid of rates is extended at an edge."""
 PROGRESS_SECONDS = 60.0
 """Time between two lines about a run that is being trained."""
-RESULT_FILES = ("results.csv", "results.md", "curves.png", "final_losses.png", "loss_against_cost.png")
-OWN_FILES = {".lock", "runs", "runs.csv", "costs.json", "loss_against_compute.png", *RESULT_FILES}
-"""What the directory of a comparison holds."""
-
-
-def check_directory(directory: Path) -> None:
-    """Raises UserError if the directory holds other files than those of a comparison, and no comparison."""
-    if (directory / "runs.csv").exists() or not directory.is_dir():
-        return
-    names = (entry.name for entry in directory.iterdir())
-    if foreign := sorted(name for name in names if name.removesuffix(".tmp") not in OWN_FILES):
-        raise UserError(
-            f"{directory} holds other files ({', '.join(foreign[:3])}) and no comparison: give another directory as "
-            "--out."
-        )
 
 
 class Sweep:
@@ -119,7 +105,7 @@ class Sweep:
         for method, config in methods.items():
             if config.train.checkpoints is not None:
                 raise UserError(
-                    f"train.checkpoints of {method} is {config.train.checkpoints}, but its runs would share it: omit it."
+                    f"train.checkpoints of {method} is {config.train.checkpoints}, which its runs would share: omit it."
                 )
 
     def tune(self, methods: Mapping[str, Config], rates: Sequence[float], seed: int) -> dict[str, float]:
