@@ -40,7 +40,7 @@ class Arguments:
     baseline: str = BASELINE
     """Method whose loss and step time the others are compared with."""
     dry_run: bool = False
-    """true: train nothing; print what would be trained, and about how long that takes."""
+    """Train nothing; print what would be trained, and about how long that takes."""
 
 
 @dataclass(frozen=True)
