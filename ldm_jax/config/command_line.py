@@ -64,10 +64,6 @@ def _dataclass(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.Stru
     """Help texts are filled again, as tyro keeps the line breaks of fields' docstrings; defaults differ from values."""
     if not dataclasses.is_dataclass(info.type):
         return None
-    documented = [
-        each for base in info.type.__mro__[-2::-1] for each in docstring_parser.parse_from_object(base).params
-    ]
-    texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
     hints = typing.get_type_hints(info.type, include_extras=True)
     fields = []
     for field in dataclasses.fields(info.type):
@@ -75,8 +71,17 @@ def _dataclass(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.Stru
         value = getattr(info.default, field.name) if isinstance(info.default, info.type) else default
         hint = tyro.conf.arg(help_behavior_hint=functools.partial(_hint, default, value))
         kind = Annotated[hints[field.name], hint]
-        fields.append(tyro.constructors.StructFieldSpec(field.name, kind, value, texts.get(field.name)))
+        help_text = functools.partial(_help_text, info.type, field.name)
+        fields.append(tyro.constructors.StructFieldSpec(field.name, kind, value, help_text))
     return tyro.constructors.StructConstructorSpec(info.type, tuple(fields))
+
+
+def _help_text(cls: type, field: str) -> str | None:
+    for base in cls.__mro__[:-1]:
+        for documented in docstring_parser.parse_from_object(base).params:
+            if documented.arg_name == field:
+                return " ".join((documented.description or "").split())
+    return None
 
 
 def _hint(default: Any, value: Any, shown: str) -> str:

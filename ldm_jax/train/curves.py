@@ -58,10 +58,11 @@ def plot_runs(runs: Sequence[Path], names: Sequence[str], file: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens seen")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
         if not any(len(line.get_xdata()) for line in axes.lines):  # pyright: ignore[reportArgumentType]
             axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", va="center")
+            axes.set_xticks([])
     norm = others["grad_norm"][0]
     norm.set_yscale("log")
     norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -126,7 +127,8 @@ def _bits_per_byte(rows: Rows) -> float | None:
 def _plot_losses(axes: Axes, name: str, rows: Rows, index: int, scale: float) -> None:
     colour = f"C{index}"
     tokens, losses = _curve(rows, "loss")
-    axes.plot(tokens, [scale * loss for loss in losses], ".", color=colour, markersize=3, alpha=0.25)
+    points = {"markersize": 3, "alpha": 0.25} if len(losses) > 20 else {}
+    axes.plot(tokens, [scale * loss for loss in losses], ".", color=colour, **points)
     axes.plot(tokens, scale * _running_mean(losses), line_style(index), color=colour, linewidth=0.8)
     label, bits = f"{name}: validation", _curve(rows, "validation_bits_per_byte")[1]
     if bits:

@@ -98,7 +98,7 @@ def test_loader_rows(tmp_path, capsys):
         DataConfig(path=f"{tmp_path}/*.txt", context=16, validation_fraction=0.2),
     )
     rows = print_rows(loader_rows(config, 1), "a title")
-    assert [(row.what, row.backward) for row in rows] == [("loader", "remat"), ("step", "remat")]
+    assert [(row.what, row.backward) for row in rows] == [("loader", "reversible"), ("step", "reversible")]
     assert all(row.value > 0 for row in rows)
     assert capsys.readouterr().out.count(" tokens/s") == 2
 
