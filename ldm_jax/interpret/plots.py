@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import CenteredNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -63,18 +64,18 @@ def _by_group(names: Names, figures: Figures, title: str) -> Figure:
     side, scale = _panel_side(names), PowerNorm(0.5, 0, absolute.max())
     figure = Figure(figsize=(0.8 * side * columns + 1.5, 0.8 * side * rows + 0.8), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    image = None
     for group, panel in enumerate(panels.ravel()):
         if group < groups:
             missing = absolute.mean(axis=-1) == 0
-            image = _heat_map(panel, names, absolute[..., group], missing, scale, "Greys")
+            _heat_map(panel, names, absolute[..., group], missing, scale, "Greys")
             panel.set_title(f"group {group}")
         else:
             panel.set_axis_off()
         panel.label_outer()
     for panel in panels[:, 0]:
         panel.set_ylabel("reader")
-    figure.colorbar(image, ax=panels, shrink=0.7, label="mean absolute weight (square-root shades)")
+    shades = ScalarMappable(scale, "Greys")
+    figure.colorbar(shades, ax=panels, shrink=0.7, label="mean absolute weight (square-root shades)")
     figure.suptitle(f"What every earlier output contributes to every read, by group (hatched: no such pair)\n{title}")
     return figure
 

@@ -52,8 +52,8 @@ def plot_runs(runs: Sequence[Path], names: Sequence[str], file: Path) -> None:
         _plot_losses(loss, run_name, rows, index, known[index] if in_bits else 1.0)
         for name, (axes, _) in others.items():
             tokens, values = _curve(rows, name)
-            single = {"marker": "o"} if len(values) == 1 else {}
-            axes.plot(tokens, values, line_style(index), color=f"C{index}", linewidth=0.8, **single)
+            marker = "o" if len(values) == 1 else ""
+            axes.plot(tokens, values, line_style(index), color=f"C{index}", linewidth=0.8, marker=marker)
     for axes, title in [*others.values(), (loss, "training loss (points; running mean thin) and validation loss")]:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens seen")
