@@ -70,7 +70,7 @@ def _dataclass(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.Stru
         default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
         value = getattr(info.default, field.name) if isinstance(info.default, info.type) else default
         hint = tyro.conf.arg(help_behavior_hint=functools.partial(_hint, default, value))
-        kind = Annotated[hints[field.name], hint]
+        kind: Any = Annotated[hints[field.name], hint]
         help_text = functools.partial(_help_text, info.type, field.name)
         fields.append(tyro.constructors.StructFieldSpec(field.name, kind, value, help_text))
     return tyro.constructors.StructConstructorSpec(info.type, tuple(fields))

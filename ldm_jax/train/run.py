@@ -153,7 +153,7 @@ def _introduce(
 ) -> None:
     parts = count_parameters(state.params)
     tokens = config.train.steps * config.train.batch_size * config.data.context
-    epochs = tokens / sum(len(corpus.train) for corpus in data.corpora)
+    epochs = tokens / sum(len(part.tokens) for part in data.training)
     warmup = effective_warmup(config.optimizer, config.train.steps)
     count = " + ".join(f"{count:,} {part}" for part, count in parts.items())
     lines = [
