@@ -1,5 +1,6 @@
 """What all pictures share: line styles that are distinct without colour, labels of figures, saving."""
 
+import tempfile
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -7,7 +8,7 @@ from matplotlib.figure import Figure
 from ldm_jax.errors import UserError
 
 LINES = ("-", "--", ":", "-.")
-MARKERS = "os^vDPX*"
+MARKERS = "os^vD*PXd<>"
 
 MEMORY_LABELS = {
     "forgetting": "forgetting of a write",
@@ -24,13 +25,30 @@ def line_style(index: int, *, markers: bool = False) -> str:
     return LINES[index % len(LINES)] + (MARKERS[index % len(MARKERS)] if markers else "")
 
 
+def check_picture(file: Path) -> None:
+    """Makes the directory of a picture that is drawn later.
+
+    Raises:
+        UserError: the directory cannot be made or written, or the format is unknown.
+    """
+    formats = Figure().canvas.get_supported_filetypes()
+    if (suffix := file.suffix.removeprefix(".")) not in formats:
+        raise UserError(f"the picture {file} has the ending {suffix!r}, but it must be one of {', '.join(formats)}.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise UserError(f"the picture {file} cannot be written: {error.strerror}.") from error
+
+
 def save_picture(figure: Figure, file: Path) -> Path:
-    """Saves a picture in the format of the file's ending; returns the file.
+    """Saves a picture in the format of the file's ending, and makes its directory; returns the file.
 
     Raises:
         UserError: the file cannot be written, or the format is unknown.
     """
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:
         raise UserError(f"the picture {file} cannot be written: {error}.") from error

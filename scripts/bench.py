@@ -14,7 +14,7 @@ import tyro
 from ldm_jax.bench import training as bench
 from ldm_jax.bench.generation import generation_rows
 from ldm_jax.bench.loader import loader_rows
-from ldm_jax.bench.table import Row, plot_memory, print_rows, save_rows
+from ldm_jax.bench.table import Row, plot_memory, print_rows
 from ldm_jax.config import ComputeType
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.config.toml import read_config
@@ -42,7 +42,7 @@ class What(enum.StrEnum):
 TITLES = {
     What.MEMORY: "Compiled temporary memory of loss and gradient",
     What.TRAFFIC: "HBM bytes and flops of loss and gradient, per block; a token-local stand-in replaces attention",
-    What.STEP: "Median seconds of a training step; the mixers alternate",
+    What.STEP: "Median seconds of a training step; LDM alternates with PreLN",
     What.COMPILE: "Median seconds to trace and compile loss and gradient; the depths alternate",
     What.WRITE: "Median seconds of one write, and of one copy of the same bytes",
     What.LOADER: "Median tokens a second of the loader, and of the training step; the two alternate",
@@ -60,11 +60,11 @@ class Arguments:
     tokens a second of loading a config's data, and of training on it. generate: tokens a second of decoding with a
     config's model."""
     json: Path | None = None
-    """JSON file to write the figures to."""
+    """JSON file to write the figures to, after each row. None: they are only printed."""
     plot: Path | None = None
-    """Picture of memory against depth to write (memory)."""
+    """Picture of memory against depth to write (memory). None: none is drawn."""
     tpu: str | None = None
-    """TPU slice such as v5e:2x2 to compile for (memory, traffic). No TPU is needed."""
+    """TPU slice such as v5e:2x2 to compile for (memory, traffic); no TPU is needed. None: this machine."""
     key_dims: tuple[int, ...] | None = None
     """Key widths K. None: 4 and 16; with --tpu 8."""
     modes: tuple[Backward, ...] | None = None
@@ -150,18 +150,18 @@ def main() -> None:
     """Parses and measures."""
     arguments = parse(Arguments)
     check(arguments)
-    for file in (arguments.json, arguments.plot):
-        if file is not None and not os.access(file.parent, os.W_OK):
-            raise UserError(f"{file} cannot be written: {file.parent} is not a writable directory.")
+    if (file := arguments.json) is not None and not os.access(file.parent, os.W_OK):
+        raise UserError(f"{file} cannot be written: {file.parent} is not a writable directory.")
     if arguments.plot is not None:
         require_matplotlib()
+        from ldm_jax.plots import check_picture
+
+        check_picture(arguments.plot)
     if arguments.tpu is not None:
         jax.config.update("jax_platforms", "cpu")
     if arguments.tpu is not None or arguments.what is What.COMPILE:  # JAX cannot read back programs for absent devices
         jax.config.update("jax_enable_compilation_cache", False)
-    found = print_rows(rows(arguments), TITLES[arguments.what])
-    if arguments.json is not None:
-        save_rows(found, arguments.json)
+    found = print_rows(rows(arguments), TITLES[arguments.what], arguments.json)
     if arguments.plot is not None:
         plot_memory([row for row in found if row.what == "temporary_bytes"], arguments.plot)
 

@@ -11,7 +11,7 @@ from ldm_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prints and plots the recall error of each write, and of the batch solution, against the keys' correlation."""
+    """Prints the recall error of each write, and of the batch solution, against the keys' correlation."""
 
     layers: tuple[int, ...] = (8, 16, 48)
     """Numbers of observations in the memory, one panel for each."""
@@ -25,8 +25,8 @@ class Arguments:
     """Number of memories that an error is averaged over."""
     seed: int = 0
     """Random seed of keys and values."""
-    out: Path = Path("retrieval.png")
-    """File of the plot; its suffix selects the format."""
+    out: Path | None = None
+    """Picture to draw; its ending sets the format. None: none is drawn."""
 
 
 def main() -> None:
@@ -34,6 +34,10 @@ def main() -> None:
     arguments = parse(Arguments)
     require_matplotlib()
     from ldm_jax.compare.retrieval import Task, plot_retrieval, retrieval_errors
+    from ldm_jax.plots import check_picture
+
+    if arguments.out is not None:
+        check_picture(arguments.out)
 
     errors = {}
     for layers in arguments.layers:
@@ -45,8 +49,9 @@ def main() -> None:
         print(f"{layers} layers".ljust(16), *(f"{correlation:8g}" for correlation in arguments.correlations))
         for method, values in errors[task].items():
             print(f"  {method:<14}", *(f"{error:8.4f}" for error in values))
-    plot_retrieval(arguments.correlations, errors, arguments.out)
-    print(arguments.out)
+    if arguments.out is not None:
+        plot_retrieval(arguments.correlations, errors, arguments.out)
+        print(arguments.out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import tyro
 
-from ldm_jax.config.command_line import parse, parse_train_arguments, run_script
+from ldm_jax.config import Config, TrainConfig
+from ldm_jax.config.command_line import (
+    TrainArguments,
+    override,
+    parse,
+    parse_over_config,
+    parse_train_arguments,
+    run_script,
+    split_overrides,
+)
 from ldm_jax.errors import DivergedError, UserError
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +77,7 @@ def test_compare_and_retrieval(tmp_path):
         command = [sys.executable, *map(str, arguments)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    result = script("scripts/compare.py", "report", tmp_path)
+    result = script("scripts/compare.py", "report", tmp_path, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert (kept / "results.md").read_text() in result.stdout
     assert (tmp_path / "results.csv").read_text() == (kept / "results.csv").read_text()
@@ -98,3 +107,20 @@ def test_the_home_directory_in_paths(monkeypatch, tmp_path):
     assert arguments == PathArguments(tmp_path / "run", (Path("a"), tmp_path / "b"), tmp_path)
     with pytest.raises(UserError, match=str(tmp_path / "c.toml")):
         parse_train_arguments(["~/c.toml"])
+
+
+def test_flags_override_any_config():
+    others, overrides = split_overrides(["a.toml", "--train.steps", "30", "--jobs", "2", "--model.scan=false"])
+    assert others == ["a.toml", "--jobs", "2"]
+    config = override(Config(train=TrainConfig(batch_size=2)), overrides)
+    assert (config.train.steps, config.train.batch_size, config.model.scan) == (30, 2, False)
+    with pytest.raises(SystemExit):
+        override(Config(), ["--train.stpes", "30"])
+
+
+def test_help_keeps_no_line_breaks_of_docstrings(capsys):
+    with pytest.raises(SystemExit):
+        parse_over_config(TrainArguments, [str(ROOT / "configs" / "tiny.toml"), "--help"])
+    text = capsys.readouterr().out
+    assert "on a cluster that JAX" + 9 * " " not in text  # where the docstring breaks the line
+    assert "(config: 32, default: 128)" in text

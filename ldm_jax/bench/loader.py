@@ -28,6 +28,6 @@ def loader_rows(config: Config, repetitions: int) -> Iterator[Row]:
 
     reading, training = (statistics.median(times) for times in alternating([read, train], repetitions))
     per_batch = batch_size * config.data.context
-    names = str(config.mixer.kind), str(config.mixer.backward), None, None
+    names = str(config.mixer.kind), str(config.mixer.backward_or_default), None, None
     for what, rate in (("loader", BATCHES * per_batch / reading), ("step", per_batch / training)):
         yield Row(what, *names, config.model.depth, str(config.model.compute_dtype), rate, "tokens/s", None)

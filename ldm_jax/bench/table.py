@@ -29,11 +29,15 @@ class Row:
     ratio_to_preln: float | None
 
 
-def print_rows(rows: Iterable[Row], title: str) -> list[Row]:
-    """Prints each row as soon as it is measured; returns all rows."""
+def print_rows(rows: Iterable[Row], title: str, file: Path | None = None) -> list[Row]:
+    """Prints each row as soon as it is measured, and saves the rows so far; returns all rows.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     layout = "{:<16} {:<6} {:<10} {:<9} {:>3} {:>5}  {:<8} {:>18} {:>10}"
     print(f"{title}\n")
-    print(layout.format("what", "mixer", "backward", "form", "K", "depth", "type", "value", "over PreLN"))
+    print(layout.format("what", "mixer", "backward", "form", "K", "depth", "type", "value", "over PreLN"), flush=True)
     measured = []
     for row in rows:
         measured.append(row)
@@ -42,6 +46,8 @@ def print_rows(rows: Iterable[Row], title: str) -> list[Row]:
         value = "does not fit" if row.value is None else f"{row.value * scale:,.2f} {unit}"
         names = row.what, row.mixer, row.backward or "", row.form or "", row.key_dim or "", row.depth
         print(layout.format(*names, row.compute_dtype, value, ratio), flush=True)
+        if file is not None:
+            save_rows(measured, file)
     return measured
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,19 +140,24 @@ def traffic_rows(
 def step_rows(
     modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], depth: int, repetitions: int
 ) -> Iterator[Row]:
-    """Median wall time of a training step on this machine; the mixers alternate.
+    """Median wall time of a training step on this machine; each mixer alternates with PreLN in rounds of its own.
 
-    `ratio_to_preln` compares with PreLN in the same backward mode (remat for `reversible`).
+    `ratio_to_preln` compares with PreLN in the same backward mode (remat for `reversible`) in these rounds. The row of
+    PreLN is that of the first rounds.
     """
-    all_subjects = [preln(mode) for mode in dict.fromkeys(preln(mode).backward for mode in modes)]
-    all_subjects += subjects(modes, forms, key_dims)
     tokens = np.random.default_rng(0).integers(256, size=(CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1))
     batch = Batch(tokens.astype(np.int32), None)
-    steps = [step_runner(subject.config(CPU_SIZE, depth), batch) for subject in all_subjects]
-    times = alternating(steps, repetitions)
-    medians = {subject: statistics.median(each) for subject, each in zip(all_subjects, times, strict=True)}
-    for subject, median in medians.items():
-        yield subject.row("step_seconds", depth, median, "seconds", medians[preln(subject.backward)])
+    references: dict[Subject, Callable[[], Any]] = {}
+    for subject in subjects(modes, forms, key_dims):
+        reference = preln(subject.backward)
+        new = reference not in references
+        if new:
+            references[reference] = step_runner(reference.config(CPU_SIZE, depth), batch)
+        pair = [references[reference], step_runner(subject.config(CPU_SIZE, depth), batch)]
+        reference_time, time = (statistics.median(seconds) for seconds in alternating(pair, repetitions))
+        if new:
+            yield reference.row("step_seconds", depth, reference_time, "seconds", reference_time)
+        yield subject.row("step_seconds", depth, time, "seconds", reference_time)
 
 
 def compile_rows(

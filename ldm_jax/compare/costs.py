@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ldm_jax.bench.timing import alternating
+from ldm_jax.bench.timing import alternating, step_runner
 from ldm_jax.compare.runs import config_hash
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
@@ -19,14 +19,13 @@ from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.nn import count_parameters, init_params
 from ldm_jax.roofline.compile import compile_gradient, cost_analysis, temporary_bytes
-from ldm_jax.train.step import make_state, make_train_step
 
 ROUNDS = 10
 
 
 @dataclass(frozen=True)
 class MethodCosts:
-    """Costs of a method's training step on this machine."""
+    """Costs of a method's training step on the machine that measured them."""
 
     config_hash: str
     parameters: int
@@ -60,13 +59,12 @@ def update_costs(directory: Path, methods: Mapping[str, Config], say: Callable[[
         return
     compiled = {}
     for method, config in methods.items():
-        say(f"{method}: compiling")
+        say(f"{method}: compiling, to count flops and memory")
         compiled[method] = _compiled_costs(config)
     say("measuring step times")
-    rounds = alternating([_stepper(config) for config in methods.values()], ROUNDS)
     table = {
-        method: dataclasses.asdict(MethodCosts(**compiled[method], step_seconds=statistics.median(seconds)))
-        for method, seconds in zip(methods, rounds, strict=True)
+        method: dataclasses.asdict(MethodCosts(**compiled[method], step_seconds=seconds))
+        for method, seconds in zip(methods, timed_steps(list(methods.values()), ROUNDS), strict=True)
     }
     try:
         write_atomically(directory / "costs.json", json.dumps(table, indent=1) + "\n")
@@ -89,13 +87,8 @@ def _compiled_costs(config: Config) -> dict[str, Any]:
     }
 
 
-def _stepper(config: Config) -> Callable[[], Any]:
-    step, state = make_train_step(config), make_state(config)
-    batch = Batch(np.zeros((config.train.batch_size, config.data.context + 1), np.int32), None)
-
-    def run() -> Any:
-        nonlocal state
-        state, metrics = step(state, batch)
-        return metrics
-
-    return run
+def timed_steps(configs: Sequence[Config], rounds: int, warm_up: int = 2) -> list[float]:
+    """Median seconds of a training step of each config on this machine; the configs alternate."""
+    batches = (Batch(np.zeros((each.train.batch_size, each.data.context + 1), np.int32), None) for each in configs)
+    steps = [step_runner(config, batch) for config, batch in zip(configs, batches, strict=True)]
+    return [statistics.median(seconds) for seconds in alternating(steps, rounds, warm_up)]

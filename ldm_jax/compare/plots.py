@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ldm_jax.compare.costs import MethodCosts
 from ldm_jax.compare.results import MethodResult
-from ldm_jax.errors import UserError
-from ldm_jax.plots import LINES
+from ldm_jax.plots import MARKERS, line_style, save_picture
 
-MARKERS = "os^vD*PXd<>p"
+LOSS = "final validation loss (nats per token)"
 
 
 def plot_comparison(rows: Sequence[MethodResult], directory: Path) -> list[Path]:
@@ -26,65 +25,69 @@ def plot_comparison(rows: Sequence[MethodResult], directory: Path) -> list[Path]
     Raises:
         UserError: a plot cannot be written.
     """
-    matplotlib.use("agg")
     finite = [row for row in rows if np.isfinite(row.loss.mean)]
     if not finite:
         return []
-    files = [_draw(directory / "curves.png", _curves, finite), _draw(directory / "final_losses.png", _bars, finite)]
+    figures = {"curves": _curves(finite), "final_losses": _final_losses(finite)}
     if with_costs := [row for row in finite if row.costs is not None]:
-        files.append(_draw(directory / "loss_against_compute.png", _against_compute, with_costs))
-    return files
+        figures["loss_against_compute"] = _against_compute(with_costs)
+    return [save_picture(figure, directory / f"{name}.png") for name, figure in figures.items()]
 
 
-def _draw(file: Path, fill: Callable[[Axes, Sequence[MethodResult]], None], rows: Sequence[MethodResult]) -> Path:
+def _curves(rows: Sequence[MethodResult]) -> Figure:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    fill(axes, rows)
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise UserError(f"the plot {file} cannot be written: {error}.") from error
-    return file
-
-
-def _curves(axes: Axes, rows: Sequence[MethodResult]) -> None:
     for index, row in enumerate(rows):
         steps = [step for step, _ in row.runs[0].validation_curve]
         losses = np.array([[loss for _, loss in run.validation_curve] for run in row.runs])
-        style = MARKERS[index % len(MARKERS)] + LINES[index % len(LINES)]
+        style = line_style(index, markers=True)
         axes.plot(steps, losses.mean(axis=0), style, color=f"C{index}", label=row.method, markersize=4)
-        axes.plot([steps[-1]] * len(losses), losses[:, -1], "_", color=f"C{index}")
         axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set(xlabel="training step", ylabel="validation loss (nats per token)")
-    axes.set_title("Validation loss: mean over seeds; bands span all seeds, dashes mark each seed's end")
-    axes.legend()
+    axes.set_title("Validation loss: mean over seeds; bands span all seeds")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    return figure
 
 
-def _against_compute(axes: Axes, rows: Sequence[MethodResult]) -> None:
+def _final_losses(rows: Sequence[MethodResult]) -> Figure:
+    figure = Figure(figsize=(9, 1.5 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for position, row in enumerate(rows):
+        losses = [run.validation_loss for run in row.runs]
+        axes.plot(losses, [position] * len(losses), "|", color="0.45", markersize=14)
+        axes.errorbar(row.loss.mean, position, xerr=_half_width(row), fmt="ko", capsize=4)
+    axes.set_yticks(range(len(rows)), [row.method for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(LOSS)
+    axes.set_title("Final loss: mean over seeds and 95 % Student interval; a dash for each seed")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _against_compute(rows: Sequence[MethodResult]) -> Figure:
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    costs: dict[str, Callable[[MethodCosts], float]] = {
+        "millions of flops a token, of loss and gradient": lambda costs: costs.flops_per_token / 1e6,
+        "seconds of a training step, as measured": lambda costs: costs.step_seconds,
+    }
+    for axes, (label, cost) in zip(panels, costs.items(), strict=True):
+        _against(axes, rows, cost)
+        axes.set_xlabel(label)
+    panels[0].set_ylabel(LOSS)
+    figure.suptitle("Loss against the cost of a step, at the same number of tokens; 95 % Student intervals over seeds")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def _against(axes: Axes, rows: Sequence[MethodResult], cost: Callable[[MethodCosts], float]) -> None:
     for index, row in enumerate(rows):
         assert row.costs is not None
-        spread = row.loss.half_width if row.loss.seeds > 1 else None
-        marker = MARKERS[index % len(MARKERS)]
-        x = row.costs.flops_per_token / 1e6
-        axes.errorbar([x], [row.loss.mean], yerr=spread, marker=marker, color=f"C{index}", capsize=3, label=row.method)
-    axes.set_xlabel("flops of a training step (millions a token, without the optimizer)")
-    axes.set_ylabel("final validation loss (nats per token)")
-    axes.set_title("Loss against compute at the same tokens; 95 % Student intervals over seeds")
-    assert isinstance(axes.figure, Figure)
-    axes.figure.legend(loc="outside right upper")
+        style = {"fmt": MARKERS[index % len(MARKERS)], "color": f"C{index}", "capsize": 3, "label": row.method}
+        axes.errorbar(cost(row.costs), row.loss.mean, yerr=_half_width(row), **style)
+    axes.grid(alpha=0.3)
 
 
-def _bars(axes: Axes, rows: Sequence[MethodResult]) -> None:
-    worst_first = list(rows)[::-1]
-    positions = np.arange(len(worst_first))
-    means = np.array([row.loss.mean for row in worst_first])
-    spreads = np.array([row.loss.half_width if row.loss.seeds > 1 else 0.0 for row in worst_first])
-    axes.barh(positions, means, xerr=spreads, color="0.75", edgecolor="black", capsize=4)
-    for position, row in zip(positions, worst_first, strict=True):
-        axes.plot([run.validation_loss for run in row.runs], [position] * len(row.runs), "k|", markersize=12)
-    axes.set_yticks(positions, [row.method for row in worst_first])
-    margin = 0.1 * (means.max() - means.min()) + spreads.max() + 1e-3
-    axes.set_xlim(means.min() - margin, means.max() + margin)
-    axes.set_xlabel("final validation loss (nats per token); the axis does not start at 0")
-    axes.set_title("Final losses: mean, 95 % Student interval, and each seed")
+def _half_width(row: MethodResult) -> float | None:
+    return row.loss.half_width if row.loss.seeds > 1 else None

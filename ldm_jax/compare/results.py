@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 from scipy import stats
 
 from ldm_jax.compare.costs import MethodCosts, read_costs
-from ldm_jax.compare.runs import RunResult, read_runs
+from ldm_jax.compare.runs import RunResult, check_directory, read_runs
+from ldm_jax.config.command_line import has_matplotlib
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 
@@ -57,6 +59,8 @@ class MethodResult:
     """Step time over that of the baseline."""
     differences: tuple[float, ...]
     """Validation loss minus the baseline's, for each seed that both have."""
+    tuned: bool
+    """Whether the rate was chosen among several."""
 
     @property
     def learning_rate(self) -> float:
@@ -96,7 +100,8 @@ def results(
         both = method in costs and baseline in costs
         ratio = costs[method].step_seconds / costs[baseline].step_seconds if both else None
         differences = tuple(run.validation_loss - base_loss[run.seed] for run in own if run.seed in base_loss)
-        rows.append(MethodResult(method, own, costs.get(method), ratio, differences))
+        tried = {run.learning_rate for run in runs if run.method == method}
+        rows.append(MethodResult(method, own, costs.get(method), ratio, differences, len(tried) > 1))
     return sorted(rows, key=lambda row: row.loss.mean)
 
 
@@ -135,34 +140,46 @@ def write_csv(rows: Sequence[MethodResult], file: Path) -> None:
 
 
 def markdown(rows: Sequence[MethodResult], baseline: str = BASELINE) -> str:
-    """The table in Markdown, with a legend."""
-    lines = [
-        f"| method | parameters (mixer) | kflop a token | memory, MiB | step / {baseline} | rate | seeds | "
-        f"validation loss | minus {baseline}, same seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """The table in Markdown, with a legend. Without costs of any method, it has no columns for them."""
+    with_costs = any(row.costs is not None for row in rows)
+    names = ["method", "rate", "seeds", "validation loss", f"minus {baseline}, same seeds"]
+    if with_costs:
+        names[1:1] = ["parameters (mixer)", "kflop a token", "memory, MiB", f"step / {baseline}"]
+    lines = [names, len(names) * ["---"]]
     for row in rows:
-        sizes, ratio, difference = "| | ", "", ""
-        if row.costs is not None:
-            costs = row.costs
-            parameters = f"{costs.parameters:,} ({costs.mixer_parameters:,})"
-            sizes = f"{parameters} | {costs.flops_per_token / 1e3:,.0f} | {costs.temporary_bytes / 2**20:,.0f}"
-        if row.step_over_baseline is not None:
-            ratio = f"{row.step_over_baseline:.2f}"
+        costs, ratio, difference = row.costs, row.step_over_baseline, ""
         if row.difference is not None and row.method != baseline:
-            difference = _with_interval(row.difference, sign="+") + (", covers 0" if row.difference.covers_zero else "")
-        rate, seeds = f"{row.learning_rate:g}", str(len(row.runs))
-        cells = row.method, sizes, ratio, rate, seeds, _with_interval(row.loss), difference
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + LEGEND
+            covers = row.difference.seeds > 1 and row.difference.covers_zero
+            difference = _with_interval(row.difference, sign="+") + (", covers 0" if covers else "")
+        cells = [row.method, f"{row.learning_rate:g}", str(len(row.runs)), _with_interval(row.loss), difference]
+        if with_costs:
+            cells[1:1] = (
+                [
+                    f"{costs.parameters:,} ({costs.mixer_parameters:,})",
+                    f"{costs.flops_per_token / 1e3:,.0f}",
+                    f"{costs.temporary_bytes / 2**20:,.0f}",
+                    "" if ratio is None else f"{ratio:.2f}",
+                ]
+                if costs is not None
+                else 4 * [""]
+            )
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{_legend(rows, with_costs)}\n"
 
 
-LEGEND = """
-Loss: final loss on held-out text in nats per token; mean over seeds and 95 % Student interval. The rate was chosen on
-the first seed, whose loss is therefore the lowest of several. Flops and memory: of loss and gradient, without the
-optimizer; memory beside parameters and gradients; mHC's Sinkhorn iterations count once. Step: time of a training step
-on the machine that measured costs.json, the methods alternating.
-"""
+def _legend(rows: Sequence[MethodResult], with_costs: bool) -> str:
+    text = "Loss: final loss on held-out text in nats per token; mean over seeds and 95 % Student interval."
+    if untuned := [row.method for row in rows if not row.tuned]:
+        text += " The rate was not tuned" + ("." if len(untuned) == len(rows) else f" for {', '.join(untuned)}.")
+    if len(untuned) < len(rows):
+        text += " The rate was chosen on the first seed, whose loss is therefore the lowest of several."
+    if with_costs:
+        text += (
+            " Flops and memory: of loss and gradient, without the optimizer; memory beside parameters and gradients; "
+            "mHC's Sinkhorn iterations count once. Step: time of a training step on the machine that measured "
+            "costs.json, the methods alternating."
+        )
+    return textwrap.fill(text, 120)
 
 
 def _with_interval(value: Mean, sign: str = "") -> str:
@@ -172,27 +189,39 @@ def _with_interval(value: Mean, sign: str = "") -> str:
     return f"{value.mean:{sign}.4f}{interval}"
 
 
-def report(directory: Path, baseline: str = BASELINE) -> None:
-    """Writes `results.csv`, `results.md` and the plots from `runs.csv` and `costs.json`, and prints the table.
+def report(directory: Path, baseline: str = BASELINE, out: Path | None = None) -> None:
+    """Prints the table of the comparison in a directory, from its `runs.csv` and `costs.json`.
 
-    Without `costs.json` the costs are left out.
+    Args:
+        directory: directory of the comparison. Without `costs.json` the costs are left out.
+        baseline: method whose loss and step time the others are compared with.
+        out: directory to write `results.csv`, `results.md` and, with matplotlib, the plots to.
 
     Raises:
-        UserError: a file cannot be written; there is no finished run, or no such baseline.
+        UserError: a file cannot be written, or `out` holds other files; there is no finished run, or no such baseline.
     """
-    from ldm_jax.compare.plots import plot_comparison  # needs matplotlib
-
     runs = read_runs(directory / "runs.csv")
     if not runs:
         raise UserError(f"{directory} has no finished run: give the directory of a comparison (--out of compare.py).")
     check_baseline(baseline, dict.fromkeys(run.method for run in runs))
     rows = results(runs, read_costs(directory), baseline)
     table = markdown(rows, baseline)
-    try:
-        write_csv(rows, directory / "results.csv")
-        write_atomically(directory / "results.md", table)
-    except OSError as error:
-        raise UserError(f"the results cannot be written to {directory}: {error.strerror}.") from error
     print(table)
-    for file in [directory / "results.csv", directory / "results.md", *plot_comparison(rows, directory)]:
+    if out is None:
+        return
+    check_directory(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_csv(rows, out / "results.csv")
+        write_atomically(out / "results.md", table)
+    except OSError as error:
+        raise UserError(f"the results cannot be written to {out}: {error.strerror}.") from error
+    files = [out / "results.csv", out / "results.md"]
+    if has_matplotlib():
+        from ldm_jax.compare.plots import plot_comparison
+
+        files += plot_comparison(rows, out)
+    else:
+        print("no plots are drawn: they need matplotlib (pip install -e '.[plot]')")
+    for file in files:
         print(file)

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from ldm_jax.errors import UserError
 from ldm_jax.memory import (
     Observation,
     additive_write,
@@ -20,6 +18,7 @@ from ldm_jax.memory import (
     rls_write,
     solve_depth_regression,
 )
+from ldm_jax.plots import save_picture
 from ldm_jax.typing import Scalar
 
 WRITES = {"additive": additive_write, "delta": delta_write, "rls": rls_write}
@@ -110,7 +109,6 @@ def plot_retrieval(
     Raises:
         UserError: the plot cannot be written.
     """
-    matplotlib.use("agg")
     figure = Figure(figsize=(4.5 * len(errors), 4.5), layout="constrained")
     panels = figure.subplots(1, len(errors), squeeze=False, sharey=True)[0]
     for axes, (task, by_method) in zip(panels, errors.items(), strict=True):
@@ -119,11 +117,8 @@ def plot_retrieval(
         axes.set_title(f"{task.layers} layers, keys of width {task.key_dim}, alpha {task.alpha:g}", fontsize=10)
         axes.set_xlabel("key correlation (cosine of two layers' keys)")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("recall error: share of the outputs' energy that is missed")
+    panels[0].set_ylabel("recall error: share of the energy missed")
     panels[0].set_ylim(-0.03, 1.03)
     panels[0].legend()
     figure.suptitle("Recalling a layer's output by its key at the best gain: 0 is perfect recall, 1 is none")
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the plot {file} cannot be written: {error}.") from error
+    save_picture(figure, file)

@@ -20,6 +20,24 @@ Curve = tuple[tuple[int, float], ...]
 Key = tuple[str, float, int]
 """Method, learning rate and seed: within a comparison they identify a run."""
 
+OWN_FILES = {
+    ".lock", "runs", "runs.csv", "costs.json", "results.csv", "results.md",
+    "curves.png", "final_losses.png", "loss_against_compute.png",
+}  # fmt: skip
+"""What the directory of a comparison holds."""
+
+
+def check_directory(directory: Path) -> None:
+    """Raises UserError if the directory holds other files than those of a comparison, and no comparison."""
+    if (directory / "runs.csv").exists() or not directory.is_dir():
+        return
+    names = (entry.name for entry in directory.iterdir())
+    if foreign := sorted(name for name in names if name.removesuffix(".tmp") not in OWN_FILES):
+        raise UserError(
+            f"{directory} holds other files ({', '.join(foreign[:3])}) and no comparison: give another directory as "
+            "--out."
+        )
+
 
 def config_hash(config: Config) -> str:
     """Eight hexadecimal digits of the options that a method's runs depend on.

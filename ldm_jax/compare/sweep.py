@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import IO
 
+from ldm_jax.compare import child
 from ldm_jax.compare.runs import (
     Key,
     Run,
     RunResult,
+    check_directory,
     diverged_result,
     finished_result,
     make_run,
@@ -31,13 +35,15 @@ from ldm_jax.files import write_atomically
 
 EXTENSIONS = 3
 """How often a grid of rates is extended at an edge."""
+PROGRESS_SECONDS = 60.0
+"""Time between two lines about a run that is being trained."""
 
 
 class Sweep:
     """Trains the runs of a comparison in a directory, which holds a row of `runs.csv` for each finished run.
 
-    A run is a process of `train_script` on its share of the cores. If the sweep is killed, the next one resumes the
-    unfinished runs from their checkpoints. One process at a time uses the directory.
+    A run is a process of `train_script` on its share of the cores. It ends with the sweep, after saving a checkpoint,
+    and the next sweep resumes it. One sweep at a time uses the directory; another one waits.
     """
 
     def __init__(self, directory: Path, train_script: Path, jobs: int, say: Callable[[str], None] = print):
@@ -49,19 +55,28 @@ class Sweep:
         """Trains the runs that are missing; returns the results of all.
 
         Raises:
-            UserError: a run failed otherwise than by diverging; the directory holds runs of a method of the same name
-                with another config, cannot be written, or is in use.
+            UserError: a run failed otherwise than by diverging; the directory holds other files, or runs of a method of
+                the same name with another config, or cannot be written.
         """
+        check_directory(self.directory)
         try:
-            with self._locked() as lock, _terminate_as_interrupt():
-                finished = {result.key: result for result in read_runs(self.file)}
-                self._check_configs(runs, finished)
+            with self._locked(), _terminate_as_interrupt():
+                finished = self.finished(runs)
                 if missing := [run for run in runs if run.key not in finished]:
-                    self.say(f"{len(runs)} runs, {len(missing)} of them to do, {self.jobs} at a time")
-                    self._train(missing, finished, lock)
+                    self.say(
+                        f"{_count(len(runs))}: {len(runs) - len(missing)} finished, {len(missing)} to train, "
+                        f"{self.jobs} at a time"
+                    )
+                    self._train(missing, finished)
         except OSError as error:
             raise UserError(f"{self.directory} cannot be written: {error.strerror}. Finished runs are kept.") from error
         return [finished[run.key] for run in runs]
+
+    def finished(self, runs: Sequence[Run]) -> dict[Key, RunResult]:
+        """The results in the directory. Raises UserError if a method's are those of another config than its runs'."""
+        finished = {result.key: result for result in read_runs(self.file)}
+        self._check_configs(runs, finished)
+        return finished
 
     def tune_and_repeat(
         self, methods: Mapping[str, Config], rates: Sequence[float], seeds: Sequence[int]
@@ -72,17 +87,26 @@ class Sweep:
             The best rate of each method.
 
         Raises:
-            UserError: inadmissible rates or seeds; otherwise as `complete`.
+            UserError: as `check_plan` and `complete`.
         """
+        self.check_plan(methods, rates, seeds)
+        best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
+        self.complete([make_run(method, methods[method], best[method], seed) for seed in seeds for method in methods])
+        return best
+
+    def check_plan(self, methods: Mapping[str, Config], rates: Sequence[float], seeds: Sequence[int]) -> None:
+        """Raises UserError for inadmissible jobs, rates or seeds, and for runs that would share their checkpoints."""
         if self.jobs < 1:
             raise UserError(f"jobs is {self.jobs}, but it must be at least 1.")
         if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
             raise UserError(f"the seeds are {tuple(seeds)}, but there must be some, none negative and none twice.")
         if not rates or not 0 < min(rates) <= max(rates) < math.inf:
             raise UserError(f"the learning rates are {tuple(rates)}, but there must be some, positive and finite.")
-        best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
-        self.complete([make_run(method, methods[method], best[method], seed) for seed in seeds for method in methods])
-        return best
+        for method, config in methods.items():
+            if config.train.checkpoints is not None:
+                raise UserError(
+                    f"train.checkpoints of {method} is {config.train.checkpoints}, which its runs would share: omit it."
+                )
 
     def tune(self, methods: Mapping[str, Config], rates: Sequence[float], seed: int) -> dict[str, float]:
         """The best learning rate of each method on one seed, by final validation loss.
@@ -90,26 +114,27 @@ class Sweep:
         A grid whose best rate is at an edge is extended there by the ratio of its two lowest rates, up to `EXTENSIONS`
         times.
         """
-        best: dict[str, float] = {}
         grids = {method: sorted(set(rates)) for method in methods}
-        first, second, *_ = sorted(set(rates))
-        for extension in range(EXTENSIONS + 1):
+        while True:
             runs = [make_run(method, methods[method], rate, seed) for method, grid in grids.items() for rate in grid]
-            results = self.complete(runs)
-            for method in methods:
-                own = (result for result in results if result.method == method)
-                best[method] = min(own, key=lambda result: result.validation_loss).learning_rate
-            at_edge = [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]
-            if not at_edge:
+            losses = {result.key: result.validation_loss for result in self.complete(runs)}
+            wider = {
+                method: extended_grid(rates, {rate: losses[method, rate, seed] for rate in grid})
+                for method, grid in grids.items()
+            }
+            if wider == grids:
                 break
-            self.say(f"the best rate is at the edge of the grid: {', '.join(at_edge)}")
-            if extension == EXTENSIONS:
-                break
-            for method in at_edge:
-                grid, ratio = grids[method], second / first
-                low = best[method] == grid[0]
-                grids[method] = [_rounded(grid[0] / ratio), *grid] if low else [*grid, _rounded(grid[-1] * ratio)]
+            self.say(
+                "the best rate is at the edge of the grid, which is extended: "
+                + ", ".join(method for method in methods if wider[method] != grids[method])
+            )
+            grids = wider
+        best = {method: min(grid, key=lambda rate: losses[method, rate, seed]) for method, grid in grids.items()}
         self.say("best rates: " + ", ".join(f"{method} {rate:g}" for method, rate in best.items()))
+        if at_edge := [method for method, grid in grids.items() if best[method] in (grid[0], grid[-1])]:
+            self.say(
+                f"the best rate is still at the edge of the grid after {EXTENSIONS} extensions: {', '.join(at_edge)}"
+            )
         return best
 
     def _check_configs(self, runs: Sequence[Run], finished: Mapping[Key, RunResult]) -> None:
@@ -122,18 +147,17 @@ class Sweep:
                     "--out."
                 )
 
-    def _train(self, runs: Sequence[Run], finished: dict[Key, RunResult], lock: int) -> None:
+    def _train(self, runs: Sequence[Run], finished: dict[Key, RunResult]) -> None:
         """Trains the runs and adds their results to `finished` and to the file."""
         cores: queue.SimpleQueue[set[int] | None] = queue.SimpleQueue()
         for share in _core_shares(self.jobs):
             cores.put(share)
         processes: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
 
         def train(run: Run) -> RunResult:
             share = cores.get()
             try:
-                return self._train_one(run, share, processes, lock)
+                return self._train_one(run, share, processes)
             finally:
                 cores.put(share)
 
@@ -144,8 +168,7 @@ class Sweep:
                     finished[result.key] = result
                     write_runs(self.file, list(finished.values()))
                     end = f"validation loss {result.validation_loss:.4f} nats per token, {result.seconds:.0f} s"
-                    where = f"{result.method:<20} rate {result.learning_rate:g} seed {result.seed}"
-                    self.say(f"{where}: {'diverged' if result.diverged else end}")
+                    self.say(f"{_label(*result.key)}: {'diverged' if result.diverged else end}")
             except BaseException:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -153,45 +176,69 @@ class Sweep:
                     process.terminate()
                 raise
 
-    def _train_one(
-        self, run: Run, cores: set[int] | None, processes: set["subprocess.Popen[bytes]"], lock: int
-    ) -> RunResult:
+    def _train_one(self, run: Run, cores: set[int] | None, processes: set["subprocess.Popen[bytes]"]) -> RunResult:
         directory, log = self.directory / "runs" / run.name, self.directory / "runs" / f"{run.name}.log"
-        config = log.with_suffix(".toml")
+        config, label = log.with_suffix(".toml"), _label(*run.key)
         log.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(config, config_to_toml(run.config))
-        command = [sys.executable, str(self.train_script), str(config), "--run", str(directory)]
+        if (directory / ".lock").exists():
+            with (directory / ".lock").open("r+") as lock:
+                self._wait_for(lock, f"{label}: waiting for another process, which is training it")
+        command = [sys.executable, child.__file__, str(self.train_script), str(config), "--run", str(directory)]
         if self._stopped:
             raise UserError("the comparison was stopped.")
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, pass_fds=(lock,))
+        self.say(f"{label}: training, see {log}")
+        with log.open("ab") as output:
+            begin = output.tell()  # the file may have the lines of an earlier start
+            # Ctrl-C in a terminal goes to its whole process group. In another one, a run is stopped by the sweep only.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            )
         processes.add(process)
         if self._stopped:  # set since it was checked above
             process.terminate()
         if cores is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, cores)
-        status = process.wait()
+        with process:  # closes the standard input after the process has ended
+            status = self._wait(process, log, begin, label)
         processes.discard(process)
         if status == 0:
             return finished_result(run, directory)
         if status == DIVERGED_STATUS:
             return diverged_result(run)
-        last = (log.read_text(errors="replace").splitlines() or [""])[-1]
-        raise UserError(f"the run {run.name} failed ({last or f'status {status}'}): see {log}.")
+        last = _last_line(log, begin) or f"status {status}"
+        raise UserError(f"the run {run.name} failed ({last}): see {log}.")
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        """Holds the directory's lock. Runs inherit it, so that those which outlive a killed sweep still hold it."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / ".lock").open("w") as lock:
+    def _wait(self, process: "subprocess.Popen[bytes]", log: Path, begin: int, label: str) -> int:
+        """Waits for a run; from time to time, prints the last line of its log. Returns its exit status."""
+        while True:
+            try:
+                return process.wait(PROGRESS_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.say(f"{label}: {_last_line(log, begin) or 'starting'}")
+
+    def _wait_for(self, lock: IO[str], why: str) -> None:
+        """Waits until no other process holds the lock of this file; takes it."""
+        said = False
+        while not self._stopped:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             except BlockingIOError:
-                raise UserError(
-                    f"another comparison, or a run that it started, is using {self.directory}: wait for it."
-                ) from None
-            yield lock.fileno()
+                if not said:
+                    self.say(why)
+                said = True
+                time.sleep(0.5)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the directory's lock."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._stopped = False
+        with (self.directory / ".lock").open("w") as lock:
+            self._wait_for(lock, f"waiting for another comparison, which is using {self.directory}")
+            yield
 
 
 @contextlib.contextmanager
@@ -207,8 +254,42 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def extended_grid(rates: Sequence[float], losses: Mapping[float, float]) -> list[float]:
+    """The grid of a method's rates, extended at the edge where the best rate is, as far as it is known by now.
+
+    Args:
+        rates: the grid that tuning starts from, of at least two rates.
+        losses: losses by rate. Rates that are not in the grid so far are ignored.
+    """
+    grid = sorted(set(rates))
+    ratio = grid[1] / grid[0]
+    for _ in range(EXTENSIONS):
+        if not losses.keys() >= set(grid):
+            break
+        best = min(grid, key=lambda rate: losses[rate])
+        if best == grid[0]:
+            grid = [_rounded(grid[0] / ratio), *grid]
+        elif best == grid[-1]:
+            grid = [*grid, _rounded(grid[-1] * ratio)]
+    return grid
+
+
 def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")
+
+
+def _count(runs: int) -> str:
+    return f"{runs} run" + ("" if runs == 1 else "s")
+
+
+def _label(method: str, rate: float, seed: int) -> str:
+    return f"{method:<20} rate {rate:g} seed {seed}"
+
+
+def _last_line(log: Path, begin: int) -> str:
+    """The last line of the log from byte `begin` on."""
+    lines = log.read_bytes()[begin:].decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _core_shares(jobs: int) -> list[set[int] | None]:

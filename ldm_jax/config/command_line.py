@@ -1,15 +1,19 @@
 """Shared by the scripts: flags that override a config file, errors as one sentence, the compilation cache."""
 
+import dataclasses
+import functools
 import importlib.util
 import io
 import os
 import signal
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import docstring_parser
 import jax
 import tyro
 
@@ -56,6 +60,39 @@ def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primit
         is_instance=lambda value: isinstance(value, Path),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+@_REGISTRY.struct_rule
+def _dataclass(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+    """Help texts are filled again, as tyro keeps the line breaks of fields' docstrings; defaults differ from values."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    hints = typing.get_type_hints(info.type, include_extras=True)
+    fields = []
+    for field in dataclasses.fields(info.type):
+        default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
+        value = getattr(info.default, field.name) if isinstance(info.default, info.type) else default
+        hint = tyro.conf.arg(help_behavior_hint=functools.partial(_hint, default, value))
+        kind: Any = Annotated[hints[field.name], hint]
+        help_text = functools.partial(_help_text, info.type, field.name)
+        fields.append(tyro.constructors.StructFieldSpec(field.name, kind, value, help_text))
+    return tyro.constructors.StructConstructorSpec(info.type, tuple(fields))
+
+
+def _help_text(cls: type, field: str) -> str | None:
+    for base in cls.__mro__[:-1]:
+        for documented in docstring_parser.parse_from_object(base).params:
+            if documented.arg_name == field:
+                return " ".join((documented.description or "").split())
+    return None
+
+
+def _hint(default: Any, value: Any, shown: str) -> str:
+    if default is tyro.MISSING:
+        return "(required)"
+    if value != default:
+        return f"(config: {shown}, default: {default})"
+    return f"(default: {shown or 'none'})"
 
 
 OverriddenConfig = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
@@ -141,9 +178,35 @@ def parse(arguments_type: type[Arguments], arguments: Sequence[str] | None = Non
         raise UserError(str(error)) from error
 
 
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates the flags `--section.option VALUE ...` of the config from all other arguments."""
+    others: list[str] = []
+    overrides: list[str] = []
+    part = others
+    for argument in arguments:
+        if argument.startswith("--"):
+            part = overrides if "." in argument.partition("=")[0] else others
+        part.append(argument)
+    return others, overrides
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with flags `--section.option VALUE ...` applied. Raises UserError for contradicting values."""
+    flags = (*_TYRO_FLAGS, tyro.conf.FlagConversionOff)
+    try:
+        return tyro.cli(Config, args=overrides, default=config, config=flags, registry=_REGISTRY)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def has_matplotlib() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Raises UserError unless matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise UserError("plots need matplotlib: pip install -e '.[plot]'.")
 
 

@@ -99,14 +99,6 @@ def unused_options(config: Config) -> dict[str, Any]:
     }
 
 
-def options_in_use(config: Config) -> dict[str, Any]:
-    """The config as nested dictionaries, without the options of mixers that are not used."""
-    table = config_to_table(config)
-    mixer, kind = table["mixer"], table["mixer"]["kind"]
-    used = {name: value for name, value in mixer.items() if name == kind or not isinstance(value, dict)}
-    return {**table, "mixer": used}
-
-
 def config_to_table(config: Any) -> dict[str, Any]:
     """The config as nested dictionaries of TOML's types. Options that are None are left out."""
     table = {}

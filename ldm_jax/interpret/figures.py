@@ -24,7 +24,7 @@ from ldm_jax.mixers.depth_memory import Reader, make_form
 from ldm_jax.mixers.ldm import LDMEnds
 from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.nn.attention import Documents, make_documents
-from ldm_jax.nn.block import Sublayer
+from ldm_jax.nn.block import Sublayer, sublayer_name
 from ldm_jax.typing import Tokens
 
 Figures = dict[str, np.ndarray]
@@ -48,7 +48,7 @@ _SQUARED = ("residual", "stream_rms")  # squares are averaged over tokens; the r
 
 def reader_names(config: Config) -> list[str]:
     """The sublayers and the end."""
-    return [f"{name} {block + 1}" for block in range(config.model.depth) for name in ("attention", "MLP")] + ["end"]
+    return [sublayer_name(index) for index in range(config.model.sublayers)] + ["end"]
 
 
 def source_names(config: Config) -> list[str]:

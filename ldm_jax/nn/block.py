@@ -77,3 +77,8 @@ class Block(nnx.Module):
         """The mixer's state before the block, from the state after it."""
         memory = self.mlp.mixer.undo(state.memory, residual.mlp)
         return MixerState(residual.stream, self.attention.mixer.undo(memory, residual.attention))
+
+
+def sublayer_name(index: int) -> str:
+    """The name of the sublayer with this index: attention 1, MLP 1, attention 2, ..."""
+    return f"{('attention', 'MLP')[index % 2]} {index // 2 + 1}"

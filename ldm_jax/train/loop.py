@@ -1,5 +1,6 @@
 """The training loop: steps, and between them metrics, validation and checkpoints."""
 
+import datetime
 import math
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from ldm_jax.train.step import StepMetrics, TrainState, make_train_step
 from ldm_jax.train.stop_signal import StopSignal
 from ldm_jax.train.utilisation import device_memory_bytes, model_flops_per_token, peak_flops
 
+ESTIMATE_STEPS = 20
+"""Steps after the first one from whose time the end of a run is estimated."""
 FIGURE_TOKENS = 512
 """Tokens of the first validation window over which the statistics of a depth memory are averaged."""
 
@@ -89,6 +92,7 @@ class Loop:
         self.started = time.monotonic() - progress.seconds
         self.last_log = 0, time.monotonic()
         self.compiled: tuple[int, float] | None = None
+        self.estimated = False
 
     def run(self, state: TrainState) -> TrainState:
         """Trains until `train.steps` or a stop signal. Returns the state, which has been saved.
@@ -105,6 +109,7 @@ class Loop:
         self.last_log = step, time.monotonic()
         try:
             with self.line:
+                self.line.note("compiling   the training step")
                 while step < config.steps and not self.stop.requested(self.vote):
                     step += 1
                     self._profile(step, state)
@@ -146,6 +151,7 @@ class Loop:
         now = time.monotonic()
         last_step, last_time = self.last_log
         if self.compiled is None:
+            self.line.note(f"compiled    in {now - last_time:.0f} s")
             self.compiled = self.last_log = step, now  # speed is measured from here on
         if step % self.config.log.every and step < self.config.train.steps:
             return
@@ -168,6 +174,11 @@ class Loop:
         self._log({name: value for name, value in row.items() if math.isfinite(value)})
         # The mean time of a step for the time left includes validations and checkpoints.
         per_step = (now - self.compiled[1]) / (step - self.compiled[0]) if speed else None
+        if per_step is not None and not self.estimated and step - self.compiled[0] >= ESTIMATE_STEPS:
+            self.estimated = True
+            left = datetime.timedelta(seconds=round((self.config.train.steps - step) * per_step))
+            end = datetime.datetime.now().astimezone() + left
+            self.line.note(f"estimate    the run ends in {left}, {end:on %Y-%m-%d at %H:%M}")
         self.line.show(row, per_step)
         self.last_log = step, now
 

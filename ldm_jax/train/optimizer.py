@@ -20,7 +20,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     At step 0 the rate is already `1 / warmup_steps` of the highest, so that the first update moves.
     """
     peak, last = config.learning_rate, config.final_learning_rate
-    warmup = min(config.warmup_steps, steps // 2)
+    warmup = effective_warmup(config, steps)
     match config.schedule:
         case Schedule.COSINE:
             after = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), last)
@@ -35,6 +35,11 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup])
+
+
+def effective_warmup(config: OptimizerConfig, steps: int) -> int:
+    """Steps of warm-up in a run of so many steps: at most half of them."""
+    return min(config.warmup_steps, steps // 2)
 
 
 def make_optimizer(config: OptimizerConfig, declared: Declarations) -> optax.GradientTransformation:

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import jax
-import tomli_w
 from jax.sharding import Mesh
 from rich.console import Console
 
 from ldm_jax.config import Config
-from ldm_jax.config.toml import config_to_toml, options_by_name, options_in_use, unused_options
+from ldm_jax.config.toml import config_to_toml, options_by_name, unused_options
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
@@ -30,6 +29,7 @@ from ldm_jax.parallel import (
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.device import check_device
 from ldm_jax.train.loop import Loop
+from ldm_jax.train.optimizer import effective_warmup
 from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.sinks import MetricsLogger
 from ldm_jax.train.step import TrainState, make_state
@@ -160,13 +160,16 @@ def _introduce(
 ) -> None:
     parts = count_parameters(state.params)
     tokens = config.train.steps * config.train.batch_size * config.data.context
+    epochs = tokens / sum(len(part.tokens) for part in data.training)
+    warmup = effective_warmup(config.optimizer, config.train.steps)
     count = " + ".join(f"{count:,} {part}" for part, count in parts.items())
     lines = [
-        tomli_w.dumps(options_in_use(config)).strip(),
-        f"\ndevice      {_devices(mesh)}, jax {jax.__version__}",
+        *_changes(config),
+        f"config      {path / 'config.toml'} has all options",
+        f"device      {_devices(mesh)}, jax {jax.__version__}",
         f"parameters  {sum(parts.values()):,} = {count}",
         f"corpus      {data.describe()}",
-        f"training    {config.train.steps:,} steps, {tokens:,} tokens",
+        f"training    {config.train.steps:,} steps ({warmup:,} of warm-up), {tokens:,} tokens, {epochs:.2g} epochs",
         *notes,
     ]
     if progress.corpus != data.fingerprint:
@@ -178,6 +181,18 @@ def _introduce(
         lines.append(f"run         {path}, " + (f"resuming from step {done}" if done else "new"))
     for line in lines:
         _print(console, line)
+
+
+def _changes(config: Config) -> list[str]:
+    """A line for each table with options that are used and differ from their defaults."""
+    defaults = options_by_name(Config())
+    changes: dict[str, list[str]] = {}
+    for name, value in options_by_name(config).items():
+        table, _, option = name.rpartition(".")
+        unused = table.startswith("mixer.") and table != f"mixer.{config.mixer.kind}"
+        if value != defaults[name] and not unused:
+            changes.setdefault(table, []).append(f"{option} {value}")
+    return [f"config      [{table}] {', '.join(options)}" for table, options in changes.items()]
 
 
 def _devices(mesh: Mesh | None) -> str:

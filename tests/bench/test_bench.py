@@ -57,6 +57,16 @@ def test_step_rows_compare_with_the_same_backward_mode(small):
     assert rows[1].ratio_to_preln == pytest.approx(rows[1].value / rows[0].value)
 
 
+def test_a_cut_off_keeps_the_rows_so_far(tmp_path):
+    def rows():
+        yield bench.preln().row("step_seconds", 4, 2.0, "seconds", 2.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        print_rows(rows(), "a title", tmp_path / "rows.json")
+    assert [row["value"] for row in json.loads((tmp_path / "rows.json").read_text())] == [2.0]
+
+
 @without_tpu_compiler
 def test_no_tpu_compiler():
     with pytest.raises(UserError, match=re.escape("pip install -e '.[tpu]'")):
@@ -88,7 +98,7 @@ def test_loader_rows(tmp_path, capsys):
         DataConfig(path=f"{tmp_path}/*.txt", context=16, validation_fraction=0.2),
     )
     rows = print_rows(loader_rows(config, 1), "a title")
-    assert [row.what for row in rows] == ["loader", "step"]
+    assert [(row.what, row.backward) for row in rows] == [("loader", "reversible"), ("step", "reversible")]
     assert all(row.value > 0 for row in rows)
     assert capsys.readouterr().out.count(" tokens/s") == 2
 
@@ -110,6 +120,8 @@ def test_loader_rows(tmp_path, capsys):
         ("memory --key-dims 0", "key_dims is 0"),
         ("write --repetitions 0", "repetitions is 0"),
         ("write --json /nowhere/x.json", "/nowhere/x.json"),
+        ("memory --plot /proc/x.png", "/proc/x.png"),
+        ("memory --plot x.jpgg", "x.jpgg"),
     ],
 )
 def test_invalid_options(monkeypatch, flags, named):

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ldm_jax.compare.costs import MethodCosts, read_costs, update_costs
+from ldm_jax.compare.plan import missing_runs, say_plan
 from ldm_jax.compare.results import check_baseline, markdown, mean, report, results
 from ldm_jax.compare.runs import config_hash, make_run, read_runs
 from ldm_jax.compare.sweep import Sweep
@@ -81,6 +83,21 @@ def test_rates_are_tuned_and_nothing_is_run_twice(tmp_path, trainer):
     assert {row.training_loss for row in rows if (row.method, row.seed, row.learning_rate) == ("ldm", 0, 4e-3)} == {
         round(1.5 + (1 / 19 + 1 / 20) / 2, 6)
     }
+
+
+def test_the_plan_is_what_is_trained(tmp_path, trainer):
+    directory, said = tmp_path / "out", []
+    arguments = methods(), [1e-3, 2e-3], [0, 1, 2]
+    sweep = Sweep(directory, trainer(), 1, said.append)
+    assert len(missing_runs(sweep, *arguments)) == 2 * (2 + 2)
+    assert not directory.exists()
+    sweep.complete([make_run("preln", methods()["preln"], rate, 0) for rate in (1e-3, 2e-3)])
+    found = [run.key for run in missing_runs(sweep, *arguments) if run.method == "preln"]
+    assert found == [("preln", 5e-4, 0), ("preln", 1e-3, 1), ("preln", 1e-3, 2)]  # the best rate is at the edge
+    say_plan(sweep, {"preln": methods()["preln"]}, *arguments[1:])
+    assert "3 to train in all, 1 at a time: about 0:00:06" in said  # the trainer writes that a run takes 2 s
+    sweep.tune_and_repeat(*arguments)
+    assert not missing_runs(sweep, *arguments)
 
 
 def test_rows_of_finished_runs_suffice(tmp_path, trainer):
@@ -221,7 +238,7 @@ Sweep(Path({directory!r}), Path({trainer!r}), 2).complete(runs)
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_comparison_is_resumed(tmp_path, trainer, kind):
-    directory, seconds = tmp_path / "out", 2.0 if kind is signal.SIGKILL else 0.5
+    directory, seconds = tmp_path / "out", 0.5
     code = SWEEP.format(tests=str(Path(__file__).parent), directory=str(directory), trainer=str(trainer(seconds)))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
@@ -233,18 +250,42 @@ def test_a_killed_comparison_is_resumed(tmp_path, trainer, kind):
     assert process.wait(30) != 0
     done = {run.key for run in read_runs(directory / "runs.csv")}
     assert 2 <= len(done) < 8
-    if kind is signal.SIGKILL:  # its runs are still training, and hold the lock
-        with pytest.raises(UserError, match="or a run that it started, is using"):
-            Sweep(directory, trainer(seconds), 1, print).complete([make_run("ldm", methods()["ldm"], 4e-3, 0)])
     time.sleep(2 * seconds)
-    if kind is signal.SIGTERM:
-        assert len(list(directory.glob("runs/*/metrics.jsonl"))) == len(done)
+    assert len(list(directory.glob("runs/*/metrics.jsonl"))) == len(done)  # no run has outlived its sweep
     before = starts(directory)
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     assert len(read_runs(directory / "runs.csv")) == 8
     finished = [name for name in before if any(name.startswith(f"{m}-lr{r:g}-seed{s}-") for m, r, s in done)]
     assert len(finished) == len(done)
     assert all(starts(directory)[name] == before[name] for name in finished)
+
+
+def test_a_run_in_training_is_waited_for_and_keeps_its_log(tmp_path, trainer):
+    run, directory, said = make_run("ldm", methods()["ldm"], 4e-3, 0), tmp_path / "out", []
+    (directory / "runs" / run.name).mkdir(parents=True)
+    log = directory / "runs" / f"{run.name}.log"
+    log.write_text("a line of an earlier start\n")
+    locks = [(folder / ".lock").open("w") for folder in (directory, directory / "runs" / run.name)]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def say(line):
+        if "waiting" in line:
+            said.append(line)
+            locks.pop(0).close()
+
+    Sweep(directory, trainer(), 1, say).complete([run])
+    assert ["another comparison" in line for line in said] == [True, False]
+    assert log.read_text().startswith("a line of an earlier start\n")
+
+
+def test_other_files_and_shared_checkpoints_are_refused(tmp_path, trainer):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"thesis\.tex.*--out"):
+        Sweep(tmp_path, trainer(), 1, print).tune_and_repeat(methods(), [1e-3], [0])
+    shared = dataclasses.replace(methods()["ldm"], train=TrainConfig(checkpoints="elsewhere"))
+    with pytest.raises(UserError, match=r"train\.checkpoints of ldm is elsewhere"):
+        Sweep(tmp_path / "out", trainer(), 1, print).tune_and_repeat({"ldm": shared}, [1e-3], [0])
 
 
 def test_student_intervals():
@@ -276,8 +317,12 @@ def test_results_are_paired_by_seed(tmp_path, trainer, capsys):
     assert rows[0].loss.mean == pytest.approx(1.51)
     assert (rows[0].learning_rate, rows[0].step_over_baseline, len(rows[0].runs)) == (4e-3, 1.5, 3)
     assert "| ldm | 100 (10) | 5,000 | 1 | 1.50 | 0.004 | 3 | 1.5100 ± 0.0248 | -0.2000 ± 0.0000 |" in markdown(rows)
+    capsys.readouterr()
+    before = sorted(directory.iterdir())
     report(directory)
     assert "| preln |" in capsys.readouterr().out
+    assert sorted(directory.iterdir()) == before
+    report(directory, out=directory)
     against = results(runs, costs, baseline="ldm")
     assert against[1].difference.mean == pytest.approx(0.2)
     assert "| 0.67 | 0.001 | 3 | 1.7100 ± 0.0248 | +0.2000 ± 0.0000 |" in markdown(against, "ldm")
@@ -294,7 +339,15 @@ def test_results_are_paired_by_seed(tmp_path, trainer, capsys):
     stale = {**costs, "ldm": dataclasses.replace(costs["ldm"], config_hash="00000000")}
     assert [row.costs for row in results(runs, stale)] == [None, costs["preln"]]
     (directory / "costs.json").unlink()
+    capsys.readouterr()
     report(directory)
-    assert "| ldm | | |  |  | 0.004 |" in capsys.readouterr().out
+    assert "| ldm | 0.004 | 3 | 1.5100 ± 0.0248 | -0.2000 ± 0.0000 |" in capsys.readouterr().out
+    assert "chosen on the first seed" in " ".join(markdown(rows).split())
+    untuned = results(
+        [run for run in runs if run.seed and run.learning_rate == (4e-3 if run.method == "ldm" else 1e-3)], {}
+    )
+    assert "not tuned" in markdown(untuned)
+    alone = results([run for run in runs if run.seed == 0], {})
+    assert "covers 0" not in markdown(alone)  # one seed has no interval
     with pytest.raises(UserError, match="nothing has no finished run"):
         report(tmp_path / "nothing")

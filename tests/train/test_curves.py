@@ -24,6 +24,13 @@ def test_pictures_of_a_run(tmp_path):
     plot_runs([tmp_path], ["a run"], tmp_path / "curves.png")
     assert plot_memory(tmp_path, "a run", tmp_path / "memory.png")
     assert min((tmp_path / name).stat().st_size for name in ("curves.png", "memory.png")) > 10_000
+    (tmp_path / "diverged").mkdir()
+    (tmp_path / "diverged" / "metrics.jsonl").write_text(
+        '{"step": 1, "tokens": 10, "loss": 3.0, "grad_norm": NaN, "learning_rate": 0.1}\n'
+        '{"step": 2, "tokens": 20, "loss": NaN, "grad_norm": NaN, "learning_rate": 0.1}\n'
+    )
+    plot_runs([tmp_path / "diverged"], ["diverged"], tmp_path / "pictures" / "diverged.png")
+    assert (tmp_path / "pictures" / "diverged.png").exists()
     (tmp_path / "empty").mkdir()
     assert not plot_memory(tmp_path / "empty", "empty", tmp_path / "none.png")
     with pytest.raises(UserError, match="empty"):

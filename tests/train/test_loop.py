@@ -98,7 +98,7 @@ def test_what_a_run_writes(finished):
     sample = (path / "sample.txt").read_text()
     assert sample.startswith("def ")
     assert sample in output
-    for words in ("depth = 2", "mixer", "6 steps, 384 tokens", "cpu", "step 6/6"):
+    for words in ("depth 2", "kind preln", "6 steps (2 of warm-up), 384 tokens", "cpu", "compiled", "step 6/6"):
         assert words in output
 
 
