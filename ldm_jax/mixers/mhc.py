@@ -74,7 +74,7 @@ class MHCLayer(StreamsLayer):
         self, streams: Float[Array, "B T E D"]
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T E E"]]:
         """`H_pre`, `H_post` and `H_res`."""
-        flat = streams.reshape(*streams.shape[:-2], -1)
+        flat = streams.reshape(*streams.shape[:-2], streams.shape[-2] * streams.shape[-1])
         normed = flat * jax.lax.rsqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + EPSILON)
         count = self.streams
         scale = jnp.repeat(self.scale[...], jnp.asarray([count, count, count**2]), total_repeat_length=self.bias.size)
