@@ -8,12 +8,13 @@ and one group. Everything is computed in the type of the state; arguments are no
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ldm_jax.memory.observation import Observation
 from ldm_jax.memory.products import combine, outer
-from ldm_jax.typing import DType, Key, Scalar, ScalarLike, Value
+from ldm_jax.typing import AnyArray, DType, Key, Scalar, ScalarLike, Value
 
 
 class Covariance(NamedTuple):
@@ -25,9 +26,9 @@ class Covariance(NamedTuple):
     multiplies it.
     """
 
-    matrix: Float[Array, "*batch K K"]
+    matrix: Float[AnyArray, "*batch K K"]
     """`discount * P`; for the square root a factor `S` of it, `S S' = discount * P`."""
-    discount: Float[Array, "*batch"]
+    discount: Float[AnyArray, "*batch"]
     """The product of forgetting, times the factors applied by `rebase`."""
 
 
@@ -70,6 +71,10 @@ class Residual(NamedTuple):
     gain: Gain
 
 
+for _type in (Covariance, MemoryState, FactorGain, Gain, Residual):
+    jax.export.register_namedtuple_serialization(_type, serialized_name=f"ldm_jax.{_type.__name__}")
+
+
 class CovarianceRule(NamedTuple):
     """The part of a regression's write that depends on the keys only."""
 
@@ -83,6 +88,8 @@ class CovarianceRule(NamedTuple):
     """`(covariance after, gain) -> covariance` before the observation."""
     project: Callable[[Covariance, Key], Key]
     """`(covariance, query) -> P q`."""
+    largest_alpha: float
+    """The largest alpha for which the error of float32 reads is about 1e-3; see the table in README.md."""
 
 
 class WriteRule(NamedTuple):

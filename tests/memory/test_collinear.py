@@ -1,5 +1,6 @@
 """The hardest cases for float32: nearly collinear keys, and forgetting at its floor."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ def float32_and_exact(write, regression, observations, alpha, depth=DEEPEST):
     All problems run to the same depth, so that they share compiled programs.
     """
     M, state = deep_states(regression.init, write, jnp.float32, observations, np.float32(alpha))
-    P = regression.covariance(np.asarray(state, np.float64))  # in float64, to exclude the rounding of S S'
+    state = jax.tree.map(lambda part: np.asarray(part, np.float64), state)
+    P = regression.covariance(state)  # in float64, to exclude the rounding of S S'
     states = np.asarray(M, np.float64), P, *prefix_solutions(cast(observations, np.float64), alpha)
     return tuple(np.asarray(part)[:depth] for part in states)
 

@@ -10,15 +10,17 @@ import pytest
 
 from depth_problems import ADDITIVE, DELTA, REGRESSIONS
 from ldm_jax import (
-    Correction,
+    Covariance,
     Observation,
     depth_memory_loop,
     init_state,
     regression_objective,
+    rls_correction,
     rls_read,
     rls_write,
     solve_depth_regression,
     sqrt_init_state,
+    sqrt_rls_correction,
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -28,17 +30,23 @@ GOOD_DEEP = Observation(
     np.ones((5, 4), np.float32), np.ones((5, 3), np.float32), np.full(5, 0.9, np.float32), np.ones(5, np.float32)
 )
 STATE = np.zeros((3, 4), np.float32), np.eye(4, dtype=np.float32)
-CORRECTION = Correction(np.ones(3, np.float32), np.ones(4, np.float32), np.float32(1))
+CORRECTIONS = {
+    "rls": rls_correction(*STATE, GOOD),
+    "sqrt_rls": sqrt_rls_correction(STATE[0], Covariance(STATE[1], 1.0), GOOD),
+}
 
 
-def with_correction(function, memory, inverse_covariance, observation):
-    return function(memory, inverse_covariance, CORRECTION, observation)
+def step_of(name, step):
+    """A step as a function of M, a matrix and an observation."""
+    function = getattr(REGRESSIONS[name], step)
+    corrections = () if step in ("write", "correction") else (CORRECTIONS[name],)
+    state = (lambda matrix: matrix) if name == "rls" else (lambda matrix: Covariance(matrix, np.float32(1)))
+    return lambda memory, matrix, observation: function(memory, state(matrix), *corrections, observation)
 
 
 STEPS = {"additive_write": ADDITIVE.write, "delta_write": DELTA.write}
-for name, regression in REGRESSIONS.items():
-    STEPS |= {f"{name}_{step}": getattr(regression, step) for step in ("write", "correction")}
-    STEPS |= {f"{name}_{step}": partial(with_correction, getattr(regression, step)) for step in ("apply", "undo")}
+for name in REGRESSIONS:
+    STEPS |= {f"{name}_{step}": step_of(name, step) for step in ("write", "correction", "apply", "undo")}
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 DEEP = {
     "loop": partial(depth_memory_loop, value_dim=3, key_dim=4, alpha=1.0),
@@ -216,8 +224,8 @@ def test_traced_deep_numbers_are_not_checked(function, part, number):
 
 @pytest.mark.parametrize("init", [init_state, sqrt_init_state])
 def test_traced_alpha_is_not_checked(init):
-    _, P = jax.jit(lambda alpha: init(3, 4, alpha))(-1.0)
-    assert P.shape == (4, 4)
+    M, _ = jax.jit(lambda alpha: init(3, 4, alpha))(-1.0)
+    assert M.shape == (3, 4)
 
 
 def primitives(jaxpr) -> set[str]:

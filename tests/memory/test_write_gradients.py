@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from depth_problems import RLS, SQRT_RLS, each_regression, each_write, relative
-from ldm_jax import Observation, rls_read
+from ldm_jax import Covariance, Observation, rls_read
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -101,7 +101,8 @@ def test_read_gradient(rng):
 def test_slope_at_importance_0(rng, regression, dtype, tolerance):
     factor = rng.normal(size=(3, 3))
     M, P, key, value = rng.normal(size=(2, 3)), factor @ factor.T, rng.normal(size=3), rng.normal(size=2)
-    state = tuple(np.asarray(part, dtype) for part in (M, P if regression is RLS else factor))
+    covariance = P if regression is RLS else Covariance(factor, 1.0)
+    state = jax.tree.map(lambda part: np.asarray(part, dtype), (M, covariance))
     forgetting = 0.7
 
     @jax.jit
