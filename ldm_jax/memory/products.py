@@ -54,12 +54,8 @@ def symmetric(matrix: Float[Array, "K K"]) -> Float[Array, "K K"]:
 
 @jax.custom_jvp
 def scaled_square(scale: Float[Array, ""], vector: Float[Array, " K"]) -> Float[Array, "K K"]:
-    """`g u u'`, symmetric to the bit. `(g u) u'` is not, and writes that use it diverge.
-
-    `u` is scaled by the root of `g` first, because `u u'` overflows where `g u u'` does not.
-    """
-    half = jnp.sqrt(jnp.abs(scale)) * vector
-    return (jnp.sign(scale) * half)[:, None] * half[None, :]
+    """`g (u u')`, symmetric to the bit. `(g u) u'` is not, and writes that use it diverge."""
+    return scale * (vector[:, None] * vector[None, :])
 
 
 @scaled_square.defjvp

@@ -45,9 +45,7 @@ SQRT_RLS = PublicWrite(
     sqrt_rls_correction,
     sqrt_rls_apply,
     sqrt_rls_undo,
-    lambda covariance: (
-        covariance.matrix @ covariance.matrix.swapaxes(-1, -2) / np.asarray(covariance.discount)[..., None, None]
-    ),
+    lambda covariance: covariance.matrix @ covariance.matrix.swapaxes(-1, -2) / covariance.discount[..., None, None],
 )
 ADDITIVE, DELTA = PublicWrite(init_state, additive_write), PublicWrite(init_state, delta_write)
 

@@ -4,6 +4,7 @@ import re
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -132,6 +133,7 @@ def test_wrong_state(step, memory, inverse_covariance, error, pattern):
         ((3, 4, np.nan), ValueError, "alpha is nan"),
         ((3, 4, np.inf), ValueError, "alpha is inf"),
         ((3, 4, 1e300), ValueError, r"alpha is 1e\+300.*float32"),
+        ((3, 4, 1e9), ValueError, r"alpha is 1000000000.0.*at most 1e\+0[48]"),
         ((3, 4, np.ones(2)), ValueError, r"alpha.*\(2,\)"),
         ((3, 0, 1.0), ValueError, "key_dim is 0"),
         ((0, 4, 1.0), ValueError, "value_dim is 0"),
@@ -252,6 +254,35 @@ def test_primitives_finds_callbacks():
 
     names = primitives(jax.make_jaxpr(jax.jit(write))(*STATE, GOOD).jaxpr)
     assert [name for name in names if "callback" in name or "debug" in name]
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@each_step
+def test_keys_and_values_must_be_finite(step, part, number):
+    assert_value_error(f"{part} is {number}", step, *STATE, GOOD._replace(**{part: number * getattr(GOOD, part)}))
+
+
+@pytest.mark.parametrize(("size", "importance"), [(1, 3e38), (3e18, 1.0)])
+@pytest.mark.parametrize("step", ["rls_write", "sqrt_rls_write"])
+def test_importance_that_leaves_no_digit_of_the_covariance(step, size, importance):
+    observation = GOOD._replace(key=size * GOOD.key, importance=importance)
+    assert_value_error("importance is .*must be at most", STEPS[step], *STATE, observation)
+
+
+def test_a_state_that_is_not_finite():
+    nothing = Observation(*(np.repeat(part[None], 200, axis=0) for part in GOOD._replace(forgetting=np.float32(0.5))))
+    nothing = nothing._replace(importance=np.zeros(200))
+    for function in (DEEP["loop"], DEEP["solve"]):
+        assert_value_error("not finite", function, observations=nothing)
+    assert_value_error("inverse covariance is inf", rls_write, STATE[0], np.inf * np.ones((4, 4), np.float32), GOOD)
+
+
+def test_observations_can_be_exported():
+    pytest.importorskip("flatbuffers")
+    exported = jax.export.export(jax.jit(rls_write))(*STATE, GOOD)
+    restored = jax.export.deserialize(exported.serialize())
+    assert jax.tree.structure(restored.call(*STATE, GOOD)) == jax.tree.structure(STATE)
 
 
 @pytest.mark.parametrize(("forgetting", "importance"), [(1e-60, 1.0), (0.9, 1e300)])
