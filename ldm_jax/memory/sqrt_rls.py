@@ -10,6 +10,7 @@ forgetting and importance.
 """
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_arguments
@@ -19,11 +20,11 @@ from ldm_jax.memory.write import (
     CovarianceRule,
     FactorGain,
     Gain,
-    MemoryState,
     Residual,
     add_error,
     rebase,
     regression_rule,
+    subtract_error,
 )
 from ldm_jax.typing import (
     DType,
@@ -94,8 +95,10 @@ def sqrt_init_state(
     return jnp.zeros((value_dim, key_dim), dtype), _start(key_dim, alpha, dtype)
 
 
-def _checked(memory: MemoryLike, covariance: Covariance, obs: Observation) -> tuple[MemoryState, Observation]:
-    """Checks the arguments of a write, and casts them to the state's type."""
+def _checked(
+    memory: MemoryLike, covariance: Covariance, obs: Observation
+) -> tuple[Float[Array, "K V"], Covariance, Observation]:
+    """Checks the arguments of a write, and casts them to the state's type: `M'`, the covariance and the observation."""
     if not isinstance(covariance, Covariance):
         raise TypeError(
             f"the covariance is a {type(covariance).__name__}, but it must be a Covariance: the state of "
@@ -103,7 +106,7 @@ def _checked(memory: MemoryLike, covariance: Covariance, obs: Observation) -> tu
         )
     memory, factor, obs = checked_arguments(memory, covariance.matrix, obs)
     checks.check_shape("the discount", covariance.discount, (), "")
-    return MemoryState(memory.T, Covariance(factor, jnp.asarray(covariance.discount, memory.dtype))), obs
+    return memory.T, Covariance(factor, jnp.asarray(covariance.discount, memory.dtype)), obs
 
 
 def sqrt_rls_correction(memory: MemoryLike, covariance: Covariance, obs: Observation) -> Residual:
@@ -111,12 +114,12 @@ def sqrt_rls_correction(memory: MemoryLike, covariance: Covariance, obs: Observa
 
     Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    (memory, covariance), obs = _checked(memory, covariance, obs)
+    rows, covariance, obs = _checked(memory, covariance, obs)
     gain = _gain(covariance, obs)
     assert gain.factor is not None
     variance = jnp.sum(gain.factor.key**2) / (rebase(gain.discount) ** 2 * gain.discount)
-    checks.check_importance_for(variance / obs.forgetting, obs.importance, memory.dtype, power=2)
-    return Residual(obs.value - combine(obs.key, memory), gain)
+    checks.check_importance_for(variance / obs.forgetting, obs.importance, rows.dtype, power=2)
+    return Residual(obs.value - combine(obs.key, rows), gain)
 
 
 def sqrt_rls_apply(
@@ -126,9 +129,9 @@ def sqrt_rls_apply(
 
     Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    (memory, covariance), obs = _checked(memory, covariance, obs)
+    rows, covariance, obs = _checked(memory, covariance, obs)
     error, gain = correction
-    return add_error(memory, gain, error).T, _advance(covariance, gain, obs.forgetting)
+    return add_error(rows, gain, error).T, _advance(covariance, gain, obs.forgetting)
 
 
 def sqrt_rls_undo(
@@ -138,9 +141,9 @@ def sqrt_rls_undo(
 
     Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    state, _ = _checked(memory, covariance, obs)
-    before, covariance = SQRT_RLS.undo(state, correction)
-    return before.T, covariance
+    rows, covariance, _ = _checked(memory, covariance, obs)
+    error, gain = correction
+    return subtract_error(rows, gain, error).T, _retreat(covariance, gain)
 
 
 def sqrt_rls_write(memory: MemoryLike, covariance: Covariance, obs: Observation) -> tuple[Memory, Covariance]:

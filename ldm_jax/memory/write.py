@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from ldm_jax.memory.observation import Observation
 from ldm_jax.memory.products import combine, outer
-from ldm_jax.typing import AnyArray, DType, Key, Scalar, ScalarLike, Value
+from ldm_jax.typing import DType, Key, Scalar, ScalarLike, Value
 
 
 class Covariance(NamedTuple):
@@ -26,9 +26,9 @@ class Covariance(NamedTuple):
     multiplies it.
     """
 
-    matrix: Float[AnyArray, "*batch K K"]
+    matrix: Float[Array, "*batch K K"]
     """`discount * P`; for the square root a factor `S` of it, `S S' = discount * P`."""
-    discount: Float[AnyArray, "*batch"]
+    discount: Float[Array, "*batch"]
     """The product of forgetting, times the factors applied by `rebase`."""
 
 

@@ -264,7 +264,7 @@ def test_a_state_of_another_config():
                 step(state, jnp.ones((*TOKENS, WIDTH)))
 
 
-def test_integers_are_not_read_or_written():
+def test_integers_are_not_read_or_written(unchecked_annotations):
     (layer,) = make_layers(CONFIG, 1)
     for step in (layer.read, layer.write):
         with pytest.raises(TypeError, match="int32"):
