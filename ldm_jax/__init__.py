@@ -5,7 +5,9 @@ from importlib.metadata import version as _version
 from ldm_jax.memory import (
     Backward,
     Correction,
+    Covariance,
     Observation,
+    Residual,
     additive_write,
     delta_write,
     depth_memory_loop,
@@ -32,7 +34,9 @@ __version__ = _version("ldm_jax")
 __all__ = [
     "Backward",
     "Correction",
+    "Covariance",
     "Observation",
+    "Residual",
     "__version__",
     "additive_write",
     "delta_write",

@@ -23,6 +23,7 @@ Formulas use these symbols. `'` is a transpose, and is used for nothing else.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,4 +52,4 @@ Tokens = Int[Array, "B T"]
 Logits = Float[Array, "B T S"]
 
 DType = jax.typing.DTypeLike
-Init = Callable[[int, int, ScalarLike], tuple[Array, Array]]
+Init = Callable[[int, int, ScalarLike], tuple[Array, Any]]

@@ -7,7 +7,7 @@ from ldm_jax.options import check, check_at_least, check_option_types
 
 
 class OptimizerName(enum.StrEnum):
-    """adamw: AdamW. muon: Muon for the matrices of the blocks, AdamW for embeddings, vectors and scalars."""
+    """adamw: AdamW. muon: Muon for the matrices of blocks and mixers, AdamW for the rest."""
 
     ADAMW = "adamw"
     MUON = "muon"
@@ -32,25 +32,26 @@ class OptimizerConfig:
     """The optimizer and its learning rate schedule."""
 
     name: OptimizerName = OptimizerName.ADAMW
-    """adamw, or muon for the matrices of the blocks and adamw for the rest."""
+    """adamw, or muon for the matrices of blocks and mixers, and adamw for the rest."""
     learning_rate: float = 3e-3
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's."""
     warmup_steps: int = 50
     """Steps of linear warm-up from 0; at most half of the steps."""
     schedule: Schedule = Schedule.COSINE
-    """cosine: half a cosine down to the last step. constant: constant, then a decay at the end."""
+    """cosine: half a cosine down to the last step. constant: constant, then a decay down to the last step."""
     decay: Decay = Decay.LINEAR
     """Decay of the constant schedule: linear, or sqrt for 1 - sqrt."""
     decay_fraction: float = 0.2
-    """Fraction of the steps over which the constant schedule decays at the end."""
+    """Fraction of the steps over which the constant schedule decays at the end. 0: it does not decay."""
     final_learning_rate: float = 0.1
-    """Final learning rate as a fraction of the peak."""
+    """Learning rate of the last step, as a fraction of the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices, multiplied by the learning rate; vectors and scalars are not decayed."""
+    """Decoupled weight decay of linear maps and the embedding, multiplied by the learning rate. Biases, scales and
+    other coefficients do not decay."""
     mixer_learning_rate: float = 1.0
     """Factor on the learning rate of the mixer's parameters."""
     mixer_weight_decay: float | None = None
-    """Weight decay of the mixer's matrices. None: weight_decay."""
+    """Weight decay of the mixer's linear maps. None: weight_decay."""
     beta1: float = 0.9
     """AdamW's decay of the mean of gradients."""
     beta2: float = 0.95

@@ -19,11 +19,14 @@ from ldm_jax.memory.sqrt_rls import (
     sqrt_rls_undo,
     sqrt_rls_write,
 )
+from ldm_jax.memory.write import Covariance, Residual
 
 __all__ = [
     "Backward",
     "Correction",
+    "Covariance",
     "Observation",
+    "Residual",
     "additive_write",
     "delta_write",
     "depth_map",

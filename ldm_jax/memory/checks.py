@@ -34,10 +34,16 @@ def check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> 
         )
 
 
-def check_alpha(alpha: Any, dtype: DType) -> None:
-    """Raises ValueError if alpha is concrete and not positive and finite in this type."""
+def precision(dtype: DType) -> float:
+    """How many times smaller a rounding of this type is than one of float32; 1 for types less precise than that."""
+    return max(1.0, float(jnp.finfo(jnp.float32).eps) / float(jnp.finfo(dtype).eps))
+
+
+def check_alpha(alpha: Any, dtype: DType, largest: float = np.inf) -> None:
+    """Raises ValueError if alpha is concrete and not positive, finite and at most `largest` in this type."""
     check_shape("alpha", alpha, (), "")
-    _check(alpha, dtype, lambda x: (x > 0) & np.isfinite(x), "alpha", "must be positive and finite")
+    allowed = "must be positive and " + ("finite" if largest == np.inf else f"at most {largest:.4g}")
+    _check(alpha, dtype, lambda x: (x > 0) & np.isfinite(x) & (x <= largest), "alpha", allowed)
 
 
 def check_forgetting(forgetting: Any, dtype: DType) -> None:
@@ -50,6 +56,41 @@ def check_importance(importance: Any, dtype: DType) -> None:
     """Raises ValueError if importance is concrete and negative or not finite in this type."""
     allowed = "must be finite and not negative; with 0 the observation is not written"
     _check(importance, dtype, lambda x: (x >= 0) & np.isfinite(x), "importance", allowed)
+
+
+def check_finite(name: str, array: Any, dtype: DType) -> None:
+    """Raises ValueError if the array is concrete and has an element that is not finite in this type."""
+    _check(array, dtype, np.isfinite, f"an element of {name}", "must be finite")
+
+
+def check_importance_for(variance: Any, importance: Any, dtype: DType, power: int = 1) -> None:
+    """Raises ValueError if importance is concrete and leaves no digit of `variance = k'P k / lambda`.
+
+    A write divides the variance by `1 + beta k'P k / lambda`, and rounds it to `eps` of its value before the write. The
+    factor of the square root is divided by the root: its `power` is 2.
+    """
+    variances, importances = concrete(variance, dtype), concrete(importance, dtype)
+    if variances is None or importances is None:
+        return
+    with np.errstate(divide="ignore", over="ignore"):
+        largest = float(jnp.finfo(dtype).eps) ** -power / np.float64(variances)
+    if not importances <= largest:
+        raise ValueError(
+            f"importance is {importance}, but for this key and inverse covariance it must be at most {largest:.3g} in "
+            f"{jnp.dtype(dtype)}: a larger one would leave no correct digit of the inverse covariance."
+        )
+
+
+def check_result(state: Any) -> None:
+    """Raises ValueError if a state is concrete and not finite."""
+    for array in jax.tree.leaves(state):
+        values = concrete(array, array.dtype)
+        if values is not None and not np.all(np.isfinite(values)):
+            raise ValueError(
+                f"the state after all observations is not finite in {array.dtype}: the inverse covariance is at most "
+                "alpha over the product of forgetting, and reaches that where no key is written. Use more forgetting "
+                "near 1, or fewer observations."
+            )
 
 
 def _check(number: Any, dtype: DType, admits: Callable[[np.ndarray], np.ndarray], name: str, allowed: str) -> None:

@@ -1,15 +1,17 @@
 """The final state of a depth memory, by a scan over given observations."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
+from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_observations
 from ldm_jax.memory.rls import init_state, rls_write
 from ldm_jax.typing import Init, ScalarLike
 
-WriteFunction = Callable[[Array, Array, Observation], tuple[Array, Array]]
+WriteFunction = Callable[[Array, Any, Observation], tuple[Array, Any]]
 
 
 def depth_memory_loop(
@@ -19,7 +21,7 @@ def depth_memory_loop(
     alpha: ScalarLike,
     write: WriteFunction = rls_write,
     init: Init = init_state,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Any]:
     """The state after all observations: a `jax.lax.scan` of `write` over the depth axis, starting from `init`.
 
     Args:
@@ -33,10 +35,11 @@ def depth_memory_loop(
             `functools.partial(init_state, dtype=jnp.float64)`.
 
     Returns:
-        M `[V, K]` and P `[K, K]` (the factor S for the square root).
+        M `[V, K]` and P `[K, K]` (`Covariance(S, discount)` for the square root).
 
     Raises:
-        ValueError: a wrong shape; or, for concrete values, forgetting, importance or alpha out of range.
+        ValueError: a wrong shape; or, for concrete values, forgetting, importance or alpha out of range, or a state
+            that is not finite.
     """
     observations, values, keys = checked_observations(observations)
     if (values, keys) != (value_dim, key_dim):
@@ -47,4 +50,5 @@ def depth_memory_loop(
     state, _ = jax.lax.scan(
         lambda state, observation: (write(*state, observation), None), init(value_dim, key_dim, alpha), observations
     )
+    checks.check_result(state)
     return state

@@ -62,8 +62,8 @@ def depth_scan(
         policy: what `remat` saves in addition to the states (`jax.checkpoint_policies`).
 
     Raises:
-        ValueError: `backward` is not a mode; `reversible` without `undo`, or with an `undo` that returns another
-            structure, shape or type.
+        ValueError: `backward` is not a mode; the layers have no arrays, or arrays of different depths; `reversible`
+            without `undo`, or with an `undo` that returns another structure, shape or type.
         TypeError: forward-mode differentiation of `reversible`, where JAX reports it during tracing.
 
     Source: reversible networks (Gomez et al., arXiv 1707.04585) restore earlier states from later ones. The residual of
@@ -71,8 +71,7 @@ def depth_scan(
     """
     if backward not in list(Backward):
         raise ValueError(f"backward is {backward!r}, but it must be one of {', '.join(Backward)}.")
-    if any(not jnp.shape(leaf) for leaf in jax.tree.leaves(layers)):
-        raise ValueError("layers has a scalar leaf, but every leaf must have a leading depth axis.")
+    _check_layers(layers)
     match Backward(backward):
         case Backward.STORED:
             return _forward(step, state, layers, scan)[0]
@@ -84,7 +83,7 @@ def depth_scan(
                 raise ValueError("backward is reversible, but undo is None: pass undo, or use backward=remat.")
             run = _scan_reversible if scan else _loop_reversible
             try:
-                return run(step, undo, state, layers)
+                return run(step, undo, _promoted(step, state, layers, scan), layers)
             except TypeError as error:
                 if "forward-mode" not in str(error):
                     raise
@@ -96,8 +95,20 @@ def depth_scan(
 
 def depth_map(step: Step, state: Any, layers: Any, *, scan: bool = True) -> tuple[Any, Any]:
     """The state after all layers, and the second output of every step, stacked over depth: for decoding."""
+    _check_layers(layers)
     state, each = _forward(step, state, layers, scan)
     return state, each if scan else jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+
+
+def _check_layers(layers: Any) -> None:
+    """Raises ValueError unless all leaves have a leading depth axis of one length."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(layers)]
+    depths = {shape[:1] for shape in shapes}
+    if len(depths) != 1 or () in depths:
+        raise ValueError(
+            f"layers has leaves of shapes {shapes}, but it must have at least one leaf, and all must have a leading "
+            "depth axis of the same length."
+        )
 
 
 def _forward(step: Step, state: Any, layers: Any, scan: bool) -> tuple[Any, Any]:
@@ -118,12 +129,34 @@ def _unstacked(layers: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, [part[0] for part in parts]) for parts in zip(*by_leaf, strict=True)]
 
 
+def _one(layers: Any) -> Any:
+    """The shapes and types of one layer."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+
+
+def _promoted(step: Step, state: Any, layers: Any, scan: bool) -> Any:
+    """The first state, with leaves that the other modes promote in the types of the state after a step.
+
+    A `jax.lax.scan` promotes weakly typed leaves. A Python loop accepts integers, too.
+    """
+
+    def promotes(leaf: Any) -> bool:
+        return jnp.asarray(leaf).aval.weak_type or not (scan or _is_float(leaf))
+
+    if not any(map(promotes, jax.tree.leaves(state))):
+        return state
+    after, _ = jax.eval_shape(step, _one(layers), state)
+    if jax.tree.structure(after) != jax.tree.structure(state):
+        return state
+    return jax.tree.map(lambda leaf, new: jnp.asarray(leaf, new.dtype) if promotes(leaf) else leaf, state, after)
+
+
 def _scan_reversible(step: Step, undo: Undo, state: Any, layers: Any) -> Any:
     """`reversible` by a `jax.lax.scan`. The backward pass is also a scan, so that it compiles one layer."""
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-    run_step, step_arrays, (_, residual) = _explicit(step, layer, state)
+    layer = _one(layers)
+    run_step, step_arrays, (after, residual) = _explicit(step, layer, state)
     run_undo, undo_arrays, before = _explicit(undo, layer, state, residual)
-    _check_state_before(before, state)
+    _check_state_before(before, after)  # a step that changes the type of the state is an error of the scan below
 
     @jax.custom_vjp
     def run(arrays: Any, layers: Any, state: Any) -> Any:

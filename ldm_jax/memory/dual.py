@@ -119,7 +119,8 @@ class Dual:
         if covariance is not None:
             covariance, gain = observe_keys(self.rule, covariance, observation)
         key, value, forgetting, importance = observation
-        shared = forgetting.reshape(-1, forgetting.shape[-1])[0]  # forgetting is the same for all tokens
+        # Forgetting is the same for all tokens. The sum is that of the first one, or 0 if there is none.
+        shared = jnp.sum(forgetting.reshape(-1, forgetting.shape[-1])[:1], axis=0)
         entry = Observation(key, value, shared, importance)
         return DualState(covariance, state.observations.append(entry)), gain
 

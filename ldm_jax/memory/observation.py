@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -31,12 +32,22 @@ class Observation(NamedTuple):
         return Observation(*(jnp.asarray(part, dtype) for part in self))
 
 
+jax.export.register_namedtuple_serialization(Observation, serialized_name="ldm_jax.Observation")
+
+
 def checked_arguments(
     memory: MemoryLike, inverse_covariance: InverseCovarianceLike, observation: Observation
 ) -> tuple[Memory, InverseCovariance, Observation]:
     """Checks a write's arguments and casts them to arrays of the state's type."""
     checks.check_state(memory, inverse_covariance)
     memory, inverse_covariance = jnp.asarray(memory), jnp.asarray(inverse_covariance)
+    for name, part in (
+        ("the memory", memory),
+        ("the inverse covariance", inverse_covariance),
+        ("the key", observation.key),
+        ("the value", observation.value),
+    ):
+        checks.check_finite(name, part, memory.dtype)
     value_dim, key_dim = memory.shape
     key, value, forgetting, importance = observation
     checks.check_shape("the key", key, (key_dim,), "K")
@@ -63,6 +74,8 @@ def checked_observations(observations: Observation) -> tuple[Observation, int, i
     checks.check_shape("importance", importance, (depth,), "N")
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(jnp.float32, *observations)
+    checks.check_finite("the keys", key, dtype)
+    checks.check_finite("the values", value, dtype)
     checks.check_forgetting(forgetting, dtype)
     checks.check_importance(importance, dtype)
     return Observation(*observations).astype(dtype), value_dim, key_dim

@@ -64,5 +64,6 @@ def solve_depth_regression(observations: Observation, alpha: ScalarLike) -> Stat
     gram = jnp.einsum("N,NK,NL->KL", weights, key, key, precision=jax.lax.Precision.HIGHEST)
     moments = jnp.einsum("N,NV,NK->VK", weights, value, key, precision=jax.lax.Precision.HIGHEST)
     covariance = gram + ridge * jnp.eye(key_dim, dtype=gram.dtype)
-    memory = jnp.linalg.solve(covariance, moments.T).T
-    return memory, jnp.linalg.inv(covariance)
+    state = jnp.linalg.solve(covariance, moments.T).T, jnp.linalg.inv(covariance)
+    checks.check_result(state)
+    return state

@@ -9,6 +9,7 @@ Source: Haykin, Adaptive Filter Theory, chapter on RLS; extended by importance a
 
 from typing import NamedTuple
 
+import jax.export
 import jax.numpy as jnp
 
 from ldm_jax.memory import checks
@@ -67,7 +68,8 @@ def _project(covariance: Covariance, query: Key) -> Key:
     return combine(query, symmetric(covariance.matrix)) / covariance.discount
 
 
-RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project))
+LARGEST_ALPHA = 1e4
+RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project, LARGEST_ALPHA))
 
 
 class Correction(NamedTuple):
@@ -81,22 +83,25 @@ class Correction(NamedTuple):
     """`s = lambda + beta k'u`, positive: the variance of the innovation in units of the noise."""
 
 
+jax.export.register_namedtuple_serialization(Correction, serialized_name="ldm_jax.Correction")
+
+
 def init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
     """The memory before the first observation: `M = 0` `[V, K]` and `P = alpha I` `[K, K]`.
 
     Args:
         value_dim: V, at least 1.
         key_dim: K, at least 1.
-        alpha: inverse of the ridge, positive; may be traced.
+        alpha: inverse of the ridge, positive and at most 1e4, in float64 5e12; may be traced.
         dtype: floating type of the state, which writes preserve.
 
     Raises:
-        ValueError: value_dim or key_dim is below 1, or alpha is not positive and finite.
+        ValueError: value_dim or key_dim is below 1, or alpha is out of range.
         TypeError: dtype is not floating, or is float64 while JAX's 64-bit mode is off.
     """
     dtype = checks.checked_state_type(dtype)
     checks.check_dims(value_dim, key_dim)
-    checks.check_alpha(alpha, dtype)
+    checks.check_alpha(alpha, dtype, LARGEST_ALPHA * checks.precision(dtype))
     return jnp.zeros((value_dim, key_dim), dtype), _start(key_dim, alpha, dtype).matrix
 
 
@@ -109,14 +114,16 @@ def rls_correction(memory: MemoryLike, inverse_covariance: InverseCovarianceLike
         obs: key `[K]`, value `[V]`, forgetting and importance `[]`; cast to the state's type.
 
     Raises:
-        ValueError: a wrong shape; or, for concrete values, forgetting outside (0, 1], or importance negative or not
-            finite.
+        ValueError: a wrong shape; or, for concrete values, forgetting outside (0, 1], importance negative, anything not
+            finite, or importance so large that `P` would lose all digits.
         TypeError: M and P have different types.
     """
     memory, matrix, obs = checked_arguments(memory, inverse_covariance, obs)
     u = _gain(Covariance(matrix, jnp.ones_like(obs.forgetting)), obs).direction
     error = obs.value - combine(obs.key, memory.T)
-    return Correction(error, u, obs.forgetting + obs.importance * jnp.sum(obs.key * u))
+    variance = jnp.sum(obs.key * u)
+    checks.check_importance_for(variance / obs.forgetting, obs.importance, memory.dtype)
+    return Correction(error, u, obs.forgetting + obs.importance * variance)
 
 
 def rls_apply(

@@ -1,22 +1,26 @@
 """RLS in square-root form: carries a factor `S` with `P = S S'`, for deep stacks and nearly collinear keys.
 
 `P` cannot lose symmetry or positive definiteness, because it is never formed. `SQRT_RLS` is the arithmetic, for a
-`MemoryState`. The public functions take and return `S` where those of `rls` take and return `P`. One token, one group.
+`MemoryState`. The public functions take and return a `Covariance(S, discount)`, with `S S' = discount * P`, where those
+of `rls` take and return `P`. `S` is never divided by the root of lambda, whose rounding would add up over writes. One
+token, one group.
 
 Source: Potter's square-root update (Bierman, Factorization Methods for Discrete Sequential Estimation), with
 forgetting and importance.
 """
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from ldm_jax.memory import checks
 from ldm_jax.memory.observation import Observation, checked_arguments
 from ldm_jax.memory.products import combine, outer
-from ldm_jax.memory.rls import Correction, init_state
 from ldm_jax.memory.write import (
     Covariance,
     CovarianceRule,
     FactorGain,
     Gain,
+    Residual,
     add_error,
     rebase,
     regression_rule,
@@ -25,12 +29,11 @@ from ldm_jax.memory.write import (
 from ldm_jax.typing import (
     DType,
     InverseCovariance,
-    InverseCovarianceLike,
     Key,
+    Memory,
     MemoryLike,
     Scalar,
     ScalarLike,
-    State,
 )
 
 
@@ -75,66 +78,77 @@ def _project(covariance: Covariance, query: Key) -> Key:
     return combine(combine(query, covariance.matrix), covariance.matrix.T) / covariance.discount
 
 
-SQRT_RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project))
+LARGEST_ALPHA = 1e8
+SQRT_RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project, LARGEST_ALPHA))
 
 
-def sqrt_init_state(value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32) -> State:
-    """The memory before the first observation: `M = 0` `[V, K]` and `S = sqrt(alpha) I` `[K, K]`.
+def sqrt_init_state(
+    value_dim: int, key_dim: int, alpha: ScalarLike, dtype: DType = jnp.float32
+) -> tuple[Memory, Covariance]:
+    """The memory before the first observation: `M = 0` `[V, K]`, and `S = sqrt(alpha) I` `[K, K]` with a discount of 1.
 
-    Arguments and errors as in `init_state`.
+    Arguments and errors as in `init_state`, but alpha may be up to 1e8, in float64 3e25.
     """
-    memory, _ = init_state(value_dim, key_dim, alpha, dtype)
-    return memory, _start(key_dim, alpha, memory.dtype).matrix
+    dtype = checks.checked_state_type(dtype)
+    checks.check_dims(value_dim, key_dim)
+    checks.check_alpha(alpha, dtype, LARGEST_ALPHA * checks.precision(dtype) ** 2)
+    return jnp.zeros((value_dim, key_dim), dtype), _start(key_dim, alpha, dtype)
 
 
-def _gain_of(correction: Correction, factor_key: Key, obs: Observation) -> Gain:
-    """The gain from a public correction, whose `s` is `lambda` times that of `_gain`."""
-    _, u, s = correction
-    step = _step(obs.importance / obs.forgetting, s / obs.forgetting)
-    return Gain(u, obs.importance / s, jnp.ones_like(obs.forgetting), FactorGain(factor_key, step))
+def _checked(
+    memory: MemoryLike, covariance: Covariance, obs: Observation
+) -> tuple[Float[Array, "K V"], Covariance, Observation]:
+    """Checks the arguments of a write, and casts them to the state's type: `M'`, the covariance and the observation."""
+    if not isinstance(covariance, Covariance):
+        raise TypeError(
+            f"the covariance is a {type(covariance).__name__}, but it must be a Covariance: the state of "
+            "sqrt_init_state or of a write."
+        )
+    memory, factor, obs = checked_arguments(memory, covariance.matrix, obs)
+    checks.check_shape("the discount", covariance.discount, (), "")
+    return memory.T, Covariance(factor, jnp.asarray(covariance.discount, memory.dtype)), obs
 
 
-def sqrt_rls_correction(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> Correction:
-    """`e = v - M k`, `u = P k = S f` with `f = S'k`, and `s = lambda + beta f'f`.
+def sqrt_rls_correction(memory: MemoryLike, covariance: Covariance, obs: Observation) -> Residual:
+    """What a write computes from the state: the error `e = v - M k` and the gain.
 
-    Shapes and errors as in `rls_correction`, with S in place of P.
+    Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    memory, factor, obs = checked_arguments(memory, factor, obs)
-    gain = _gain(Covariance(factor, jnp.ones_like(obs.forgetting)), obs)
+    rows, covariance, obs = _checked(memory, covariance, obs)
+    gain = _gain(covariance, obs)
     assert gain.factor is not None
-    s = obs.forgetting + obs.importance * jnp.sum(gain.factor.key**2)
-    return Correction(obs.value - combine(obs.key, memory.T), gain.direction, s)
+    variance = jnp.sum(gain.factor.key**2) / (rebase(gain.discount) ** 2 * gain.discount)
+    checks.check_importance_for(variance / obs.forgetting, obs.importance, rows.dtype, power=2)
+    return Residual(obs.value - combine(obs.key, rows), gain)
 
 
 def sqrt_rls_apply(
-    memory: MemoryLike, factor: InverseCovarianceLike, correction: Correction, obs: Observation
-) -> State:
-    """The state after the write: `M + (beta/s) e u'` and `(S - beta u f' / (s + sqrt(s lambda))) / sqrt(lambda)`.
+    memory: MemoryLike, covariance: Covariance, correction: Residual, obs: Observation
+) -> tuple[Memory, Covariance]:
+    """The state after the write: `M + g e u'` and `S - step u f'`, and the discount times lambda.
 
-    Shapes and errors as in `rls_correction`, with S in place of P.
+    Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    memory, factor, obs = checked_arguments(memory, factor, obs)
-    gain = _gain_of(correction, combine(obs.key, factor), obs)
-    after = _advance(Covariance(factor, gain.discount), gain, obs.forgetting)
-    return add_error(memory.T, gain, correction.error).T, after.matrix / jnp.sqrt(obs.forgetting)
+    rows, covariance, obs = _checked(memory, covariance, obs)
+    error, gain = correction
+    return add_error(rows, gain, error).T, _advance(covariance, gain, obs.forgetting)
 
 
-def sqrt_rls_undo(memory: MemoryLike, factor: InverseCovarianceLike, correction: Correction, obs: Observation) -> State:
-    """The state before the write, from the state after it: `M - (beta/s) e u'` and
-    `sqrt(lambda) S + beta u f' / (s + sqrt(s lambda))`.
+def sqrt_rls_undo(
+    memory: MemoryLike, covariance: Covariance, correction: Residual, obs: Observation
+) -> tuple[Memory, Covariance]:
+    """The state before the write, from the state after it: `M - g e u'`, `S + step u f'`, and the earlier discount.
 
-    `f = sqrt(s) S'k` is computed from the factor after the write, whose rounding error is amplified by
-    `sqrt(s / lambda)`. Shapes and errors as in `rls_correction`, with S in place of P.
+    Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    memory, factor, obs = checked_arguments(memory, factor, obs)
-    gain = _gain_of(correction, jnp.sqrt(correction.innovation) * combine(obs.key, factor), obs)
-    before = _retreat(Covariance(jnp.sqrt(obs.forgetting) * factor, obs.forgetting), gain)
-    return subtract_error(memory.T, gain, correction.error).T, before.matrix
+    rows, covariance, _ = _checked(memory, covariance, obs)
+    error, gain = correction
+    return subtract_error(rows, gain, error).T, _retreat(covariance, gain)
 
 
-def sqrt_rls_write(memory: MemoryLike, factor: InverseCovarianceLike, obs: Observation) -> State:
-    """One exact step of the depth regression on `(M, S)`. `M` and `S S'` equal `M` and `P` of `rls_write`.
+def sqrt_rls_write(memory: MemoryLike, covariance: Covariance, obs: Observation) -> tuple[Memory, Covariance]:
+    """One exact step of the depth regression. `M` and `S S' / discount` equal `M` and `P` of `rls_write`.
 
-    Shapes and errors as in `rls_correction`, with S in place of P.
+    Shapes and errors as in `rls_correction`, with `Covariance(S, discount)` in place of P.
     """
-    return sqrt_rls_apply(memory, factor, sqrt_rls_correction(memory, factor, obs), obs)
+    return sqrt_rls_apply(memory, covariance, sqrt_rls_correction(memory, covariance, obs), obs)

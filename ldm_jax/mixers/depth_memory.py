@@ -56,7 +56,7 @@ class DepthMemoryConfig(MixerOptions):
     latent_dim: int = 32
     """R: width of the latent from which keys and importance, or queries and gates, are computed."""
     alpha: float = 10.0
-    """Inverse of the ridge of the regression."""
+    """Inverse of the ridge of the regression: at most 1e4 with the write rls, and 1e8 with sqrt_rls."""
     forgetting_floor: float | None = None
     """Lower bound of forgetting. None: 1e-3 ** (1 / sublayers), so that the ridge keeps 1e-3 of its weight."""
     unit_keys: bool = True
@@ -64,7 +64,7 @@ class DepthMemoryConfig(MixerOptions):
     shared_key: bool = False
     """Use one key for all groups instead of one per group."""
     initial_gain: float = 2.0
-    """Initial gain of reads. The read gate starts at one half."""
+    """Initial gain of reads, not negative. The read gate starts at one half."""
     write: Write = Write.RLS
     """The kind of write."""
     form: Form = Form.RECURRENT
@@ -76,10 +76,15 @@ class DepthMemoryConfig(MixerOptions):
         for name in ("groups", "key_dim", "latent_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
-        if not 1e-30 <= self.alpha <= 1e30:  # the state is float32
-            raise ValueError(f"alpha is {self.alpha}, but it must lie in the range from 1e-30 to 1e30.")
-        if not abs(self.initial_gain) < float("inf"):
-            raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite.")
+        smallest, largest = self.alpha_range
+        if not smallest <= self.alpha <= largest:
+            other = " The write sqrt_rls allows larger values." if self.write is Write.RLS else ""
+            raise ValueError(
+                f"alpha is {self.alpha}, but with the write {self.write} it must lie in [{smallest:g}, {largest:g}], "
+                f"where float32 is precise enough.{other}"
+            )
+        if not 0 <= self.initial_gain < float("inf"):
+            raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite and not negative.")
         if self.forgetting_floor is not None and not 1e-6 <= self.forgetting_floor <= 1:
             raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in [1e-6, 1].")
         if self.write is Write.DELTA and not self.unit_keys:
@@ -92,6 +97,12 @@ class DepthMemoryConfig(MixerOptions):
             raise ValueError(
                 f"form is fused, but write is {self.write}, which has no fused form: set form to recurrent."
             )
+
+    @property
+    def alpha_range(self) -> tuple[float, float]:
+        """The smallest and the largest alpha. The writes additive and delta do not use it."""
+        covariance = self.write.rule.covariance
+        return 1e-30, 1e30 if covariance is None else covariance.largest_alpha
 
     @property
     def irreversible(self) -> str | None:
@@ -234,7 +245,15 @@ def init_memory(
 
 
 def check_memory(state: AnyState, x: Float[Array, "*tokens D"], config: DepthMemoryConfig) -> None:
-    """Raises ValueError unless the state has the form and shape for these tokens, this width and these options."""
+    """Raises ValueError unless the state has the form and shape for these tokens, this width and these options.
+
+    Raises TypeError unless `x` is floating.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"the context or output has type {x.dtype}, but it must be floating, because reads have its type: use "
+            "x.astype(jnp.float32)."
+        )
     tokens, width, key_dim = x.shape[:-1], x.shape[-1], config.key_dim
     grouped = (*tokens, config.groups)
     match state:

@@ -32,7 +32,8 @@ class HyperLayer(StreamsLayer):
     If dynamic, with `X` the layer norm of every stream: `B = s_b tanh(X W_b) + b`, `A_m = s_a tanh(X W_m) + a_m`,
     `A_r = s_a tanh(X W_r) + a_r`. Initially `b = 1`, `a_m` selects stream `index mod E`, `a_r = I`, `W = 0` and
     `s = .01`, which is PreLN. `index` is the sublayer's number, counted from 0. Coefficients are float32. The layer
-    norm has a scale and a bias, as in PyTorch.
+    norm has a scale and a bias, as in PyTorch. Weight decay applies to the maps `W`, not to `b`, `a_m` and `A_r`, as in
+    the paper; not to `s` and the norm, which is our choice.
     """
 
     def __init__(self, config: HyperConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
@@ -60,9 +61,9 @@ class DynamicCoefficients(nnx.Module):
 
     def __init__(self, width: int, streams: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.write_to = param(jnp.zeros((width,), jnp.float32))
-        self.read_from = param(jnp.zeros((width,), jnp.float32))
-        self.carry = param(jnp.zeros((width, streams), jnp.float32))
+        self.write_to = param(jnp.zeros((width,), jnp.float32), decays=True)
+        self.read_from = param(jnp.zeros((width,), jnp.float32), decays=True)
+        self.carry = param(jnp.zeros((width, streams), jnp.float32), decays=True, muon=True)
         self.write_scale = param(jnp.full((), 0.01, jnp.float32))
         self.carry_scale = param(jnp.full((), 0.01, jnp.float32))
 

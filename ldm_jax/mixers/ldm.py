@@ -29,7 +29,7 @@ class LDMConfig(DepthMemoryConfig):
     """Options of the mixer ldm."""
 
     learned_alpha: bool = False
-    """Learn the logarithm of alpha, one per group, starting from `alpha`."""
+    """Learn the logarithm of alpha, one per group, starting from `alpha`; alpha is clipped to its range."""
     write_embedding: bool = True
     """Write the embedding as observation 0."""
 
@@ -74,7 +74,13 @@ class LDMEnds(nnx.Module):
     @property
     def alpha(self) -> Float[Array, ""] | Float[Array, " G"]:
         """The inverse of the ridge."""
-        return jnp.asarray(self.config.alpha) if self.log_alpha is None else jnp.exp(self.log_alpha[...])
+        if self.log_alpha is None:
+            return jnp.asarray(self.config.alpha)
+        smallest, largest = map(math.log, self.config.alpha_range)
+        learned = self.log_alpha[...]
+        # The gradient is that of the unclipped value, so that a learned alpha can return into the range.
+        beyond = jax.lax.stop_gradient(learned - jnp.clip(learned, smallest, largest))
+        return jnp.exp(learned - beyond)
 
     def start(self, embedding: Hidden) -> MixerState:
         """The embedding as the stream, and the memory, to which the embedding is written if configured."""

@@ -47,7 +47,7 @@ class MHCLayer(StreamsLayer):
 
     Initially `a = .01`. Our choices: `phi` is normal with variance `1 / (E D)`, so that the streams can diverge from
     each other; `b_pre = b_post = 0`; `b_res` is `initial_diagonal` times the identity. With `phi = 0` this is PreLN for
-    every `b_res`.
+    every `b_res`. Weight decay applies to `phi` only, and Muon is for `phi` only (as in DeepSeek-V4, arXiv 2606.19348).
     """
 
     def __init__(self, config: MHCConfig, stack: Stack, place: Place, rngs: nnx.Rngs):
@@ -56,7 +56,7 @@ class MHCLayer(StreamsLayer):
         inputs = streams * stack.width
         outputs = streams * (streams + 2)
         phi = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
-        self.phi = param(phi, Axis.WIDTH, None)
+        self.phi = param(phi, Axis.WIDTH, None, decays=True, muon=True)
         self.scale = param(jnp.full((3,), 0.01, jnp.float32))
         diagonal = config.initial_diagonal * jnp.eye(streams, dtype=jnp.float32)
         self.bias = param(jnp.concatenate([jnp.zeros((2 * streams,), jnp.float32), diagonal.ravel()]))
@@ -74,7 +74,7 @@ class MHCLayer(StreamsLayer):
         self, streams: Float[Array, "B T E D"]
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T E E"]]:
         """`H_pre`, `H_post` and `H_res`."""
-        flat = streams.reshape(*streams.shape[:-2], -1)
+        flat = streams.reshape(*streams.shape[:-2], streams.shape[-2] * streams.shape[-1])
         normed = flat * jax.lax.rsqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + EPSILON)
         count = self.streams
         scale = jnp.repeat(self.scale[...], jnp.asarray([count, count, count**2]), total_repeat_length=self.bias.size)

@@ -81,8 +81,10 @@ class Attention(nnx.Module):
         self, x: Hidden, positions: Int[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T J C"], Float[Array, "B T J C"]]:
         config = self.config
+        heads = config.heads, config.kv_heads_or_heads, config.kv_heads_or_heads
         query, key, value = (
-            project(x).reshape(*x.shape[:-1], -1, config.head_dim) for project in (self.query, self.key, self.value)
+            project(x).reshape(*x.shape[:-1], count, config.head_dim)
+            for project, count in zip((self.query, self.key, self.value), heads, strict=True)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -92,7 +94,7 @@ class Attention(nnx.Module):
         return constrain(query, Axis.BATCH, Axis.TOKENS, Axis.HEADS, None), key, value
 
     def _merge(self, mixed: Float[Array, "B T H C"]) -> Hidden:
-        return self.out(mixed.reshape(*mixed.shape[:2], -1))
+        return self.out(mixed.reshape(*mixed.shape[:2], self.config.heads * self.config.head_dim))
 
     def _local(
         self, query: Float[Array, "B T H C"], key: Float[Array, "B T J C"], value: Float[Array, "B T J C"]

@@ -38,6 +38,8 @@ def chunked_cross_entropy(
         chunk: tokens per device and chunk, at least 1.
     """
     batch, length = targets.shape
+    if not targets.size:
+        return TokenLosses(*(jnp.zeros(targets.shape, jnp.float32) for _ in TokenLosses._fields))
     at_a_time = chunk * parts(targets.shape, Axis.BATCH, Axis.TOKENS)
     chunks = -(-length // max(1, at_a_time // batch))
     own = -(-length // chunks)  # tokens of a chunk in each row

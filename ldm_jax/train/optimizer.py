@@ -15,23 +15,27 @@ CONSISTENT_RMS = 0.2
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate by step: from 0 up in `warmup_steps`, then as the schedule says.
+    """The learning rate by step, counted from 0: from 0 up in `warmup_steps`, then as the schedule says.
 
-    At step 0 the rate is already `1 / warmup_steps` of the highest, so that the first update moves.
+    At step 0 the rate is already `1 / warmup_steps` of the highest, so that the first update moves. The last step,
+    `steps - 1`, has exactly the final rate. With a `decay_fraction` of 0, the constant schedule does not decay.
     """
     peak, last = config.learning_rate, config.final_learning_rate
     warmup = effective_warmup(config, steps)
-    match config.schedule:
-        case Schedule.COSINE:
-            after = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), last)
-        case Schedule.CONSTANT:
-            length = max(min(round(config.decay_fraction * steps), steps - warmup), 1)
-            start = max(steps - warmup - length, 0)
+    cosine = config.schedule is Schedule.COSINE
+    decay_steps = steps - 1 - warmup if cosine else min(round(config.decay_fraction * steps), steps - warmup)
+    if cosine or config.decay_fraction > 0:
+        decay_steps = max(decay_steps, 1)
 
-            def after(step: Any, /) -> Any:
-                part = jnp.clip((step - start) / length, 0, 1)
-                fallen = part if config.decay is Decay.LINEAR else jnp.sqrt(part)
-                return peak * (1 - (1 - last) * fallen)
+    def after(step: Any, /) -> Any:
+        if decay_steps == 0:
+            return jnp.full_like(step, peak, jnp.float32)
+        part = jnp.clip(1 - (steps - 1 - warmup - step) / decay_steps, 0, 1)
+        if cosine:
+            remaining = (1 + jnp.cos(jnp.pi * part)) / 2
+        else:
+            remaining = 1 - (part if config.decay is Decay.LINEAR else jnp.sqrt(part))
+        return peak * (last + (1 - last) * remaining)
 
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup])

@@ -54,7 +54,10 @@ def is_spike(past: LossRecord, loss: Scalar, deviations: float | None) -> Bool[A
 
 
 class Skips(NamedTuple):
-    """Updates that were skipped, because the loss or the gradient was not finite, or the loss was a spike."""
+    """Updates that were skipped, because the loss or the gradient was not finite, or the loss was a spike.
+
+    A batch without targets has no update and is not counted.
+    """
 
     total: Int[Array, ""]
     in_a_row: Int[Array, ""]
@@ -83,7 +86,7 @@ class StepMetrics(NamedTuple):
     """Metrics of a training step."""
 
     loss: Scalar
-    """Cross-entropy of the batch before the update, in nats per token."""
+    """Cross-entropy of the batch before the update, in nats per token; NaN if the batch has no target."""
     grad_norm: Scalar
     """Global norm of the gradient before clipping."""
     grad_norms: dict[str, Scalar]
@@ -133,7 +136,8 @@ def make_train_step(
     """The compiled training step `(state, batch) -> (state, metrics)`, which donates the state.
 
     With `train.accumulation` A, the batch is processed in A parts, one after the other; loss and gradient are those of
-    the whole batch. In windows of several documents, the first token of a document is not a target.
+    the whole batch. In windows of several documents, the first token of a document is not a target. A batch without
+    targets changes nothing but the number of the step.
 
     Args:
         config: model, optimiser and batch.
@@ -153,9 +157,8 @@ def make_train_step(
         z_loss = jnp.sum(counted * losses.log_normaliser**2) / targets
         return cross_entropy + config.optimizer.z_loss * z_loss, cross_entropy
 
-    def loss_and_grads(params: Params, batch: Batch) -> tuple[Scalar, Params]:
+    def loss_and_grads(params: Params, batch: Batch, targets: Scalar) -> tuple[Scalar, Params]:
         value_and_grad = jax.value_and_grad(part_loss, has_aux=True)
-        targets = jnp.sum(target_weights(*_arrays(batch)))
         parts = config.train.accumulation
         if parts == 1:
             (_, loss), grads = value_and_grad(params, batch, targets)
@@ -170,7 +173,9 @@ def make_train_step(
         return jax.lax.scan(add, zeros, split)[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, grads = loss_and_grads(state.params, batch)
+        targets = jnp.sum(target_weights(*_arrays(batch)))
+        empty = targets == 0
+        loss, grads = loss_and_grads(state.params, batch, jnp.maximum(targets, 1))
         norms = {part: optax.tree.norm(leaves) for part, leaves in parts_of(grads).items() if leaves}
         norm = optax.tree.norm(norms)
         skipped = ~(jnp.isfinite(loss) & jnp.isfinite(norm)) | is_spike(
@@ -188,10 +193,11 @@ def make_train_step(
             record_loss(state.losses, loss),
             None if state.average is None else _moving_average(state.average, params, config.optimizer.ema, state.step),
         )
-        before = state._replace(skips=Skips(state.skips.total + 1, state.skips.in_a_row + 1))
-        kept = jax.tree.map(lambda old, new: jnp.where(skipped, old, new.astype(old.dtype)), before, after)
-        ratio = jnp.where(skipped, 0.0, optax.tree.norm(updates) / optax.tree.norm(state.params))
-        metrics = StepMetrics(loss, norm, norms, ratio, rate, skipped, kept.skips)
+        counted = skipped.astype(jnp.int32)
+        before = state._replace(skips=jax.tree.map(lambda count: count + counted, state.skips))
+        kept = jax.tree.map(lambda old, new: jnp.where(skipped | empty, old, new.astype(old.dtype)), before, after)
+        ratio = jnp.where(skipped | empty, 0.0, optax.tree.norm(updates) / optax.tree.norm(state.params))
+        metrics = StepMetrics(jnp.where(empty, jnp.nan, loss), norm, norms, ratio, rate, skipped, kept.skips)
         return kept._replace(step=state.step + 1), metrics
 
     if mesh is None:

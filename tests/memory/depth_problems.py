@@ -28,7 +28,7 @@ from ldm_jax import (
 
 
 class PublicWrite(NamedTuple):
-    """The public functions of a write. `covariance` maps what the state holds next to M, `[..., K, K]`, to P."""
+    """The public functions of a write. `covariance` maps what the state holds next to M to P, `[..., K, K]`."""
 
     init: Callable
     write: Callable
@@ -45,7 +45,7 @@ SQRT_RLS = PublicWrite(
     sqrt_rls_correction,
     sqrt_rls_apply,
     sqrt_rls_undo,
-    lambda factor: factor @ factor.swapaxes(-1, -2),
+    lambda covariance: covariance.matrix @ covariance.matrix.swapaxes(-1, -2) / covariance.discount[..., None, None],
 )
 ADDITIVE, DELTA = PublicWrite(init_state, additive_write), PublicWrite(init_state, delta_write)
 

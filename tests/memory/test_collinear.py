@@ -1,5 +1,6 @@
 """The hardest cases for float32: nearly collinear keys, and forgetting at its floor."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from depth_problems import (
     random_observations,
     relative,
 )
+from ldm_jax import depth_memory_loop
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -28,7 +30,8 @@ def float32_and_exact(write, regression, observations, alpha, depth=DEEPEST):
     All problems run to the same depth, so that they share compiled programs.
     """
     M, state = deep_states(regression.init, write, jnp.float32, observations, np.float32(alpha))
-    P = regression.covariance(np.asarray(state, np.float64))  # in float64, to exclude the rounding of S S'
+    state = jax.tree.map(lambda part: np.asarray(part, np.float64), state)
+    P = regression.covariance(state)  # in float64, to exclude the rounding of S S'
     states = np.asarray(M, np.float64), P, *prefix_solutions(cast(observations, np.float64), alpha)
     return tuple(np.asarray(part)[:depth] for part in states)
 
@@ -103,3 +106,12 @@ def test_identical_keys_with_forgetting_at_its_floor(rng, regression, depth, alp
     key = observations.key[0].astype(np.float64)
     tolerance = condition * ROUNDING if regression is RLS else np.sqrt(condition) * ROUNDING
     assert relative(M @ key, exact_M @ key) < tolerance
+
+
+def test_errors_do_not_add_up_over_writes(rng):
+    # Dividing S by the rounded root of lambda in every write made P wrong by 1e-4 here.
+    observations = random_observations(rng, 10_000, 4, 4, forgetting=0.999)
+    (_, P), (_, state) = (
+        depth_memory_loop(observations, 4, 4, 2.0, regression.write, regression.init) for regression in (RLS, SQRT_RLS)
+    )
+    assert relative(SQRT_RLS.covariance(state), P) < 5e-6  # measured: 2e-6

@@ -20,7 +20,7 @@ def observations(rng):
 def test_against_a_python_loop(observations, write):
     expected = python_loop(jax.jit(write.write), write.init(3, 4, 2.0), observations)
     actual = depth_memory_loop(observations, 3, 4, 2.0, write=write.write, init=write.init)
-    for actual_part, expected_part in zip(actual, expected, strict=True):
+    for actual_part, expected_part in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         # A few float32 roundings: compiled loops may use other fused multiply-adds.
         assert relative(actual_part, expected_part) < 1e-6
 
@@ -40,7 +40,7 @@ def test_without_observations_it_returns_the_initial_state(regression, wrap):
     M, P = loop(empty)
     # Exactly: the square root of 4 is exact.
     np.testing.assert_array_equal(M, np.zeros((3, 4)))
-    np.testing.assert_array_equal(regression.covariance(np.asarray(P)), 4 * np.eye(4))
+    np.testing.assert_array_equal(regression.covariance(P), 4 * np.eye(4))
 
 
 def test_custom_write(observations):

@@ -364,7 +364,7 @@ def test_unknown_backward_mode(rng, unchecked_annotations):
     for backward in ("undo", "", None, 3):
         with pytest.raises(ValueError, match=rf"backward is {backward!r}.*stored, remat, reversible"):
             depth_scan(step, start(RLS, jnp.float32), layers, backward=backward, undo=undo)
-    with pytest.raises(ValueError, match=r"layers.*scalar"):
+    with pytest.raises(ValueError, match=r"layers has leaves of shapes"):
         depth_scan(step, start(RLS, jnp.float32), (layers, 1.0))
 
 
@@ -379,3 +379,22 @@ def test_undo_must_return_the_type_of_the_state(rng, unchecked_annotations, scan
     ):
         with pytest.raises(ValueError, match="undo returns"):
             depth_scan(step, start(RLS, jnp.float32), layers, backward=Backward.REVERSIBLE, undo=wrong, scan=scan)
+
+
+@pytest.mark.parametrize(("start_state", "scan"), [(1, True), (1.0, True), (1, False), (np.int32(1), False)])
+def test_reversible_promotes_the_first_state_as_stored_does(unchecked_annotations, start_state, scan):
+    def value_and_gradient(backward):
+        step = lambda layer, state: (state * layer + 1.0, ())  # noqa: E731
+        undo = lambda layer, state, residual: (state - 1.0) / layer  # noqa: E731
+        run = lambda layers: depth_scan(step, start_state, layers, backward=backward, undo=undo, scan=scan)  # noqa: E731
+        return jax.value_and_grad(run)(jnp.array([2.0, 4.0]))
+
+    with jax.numpy_dtype_promotion("standard"):
+        gradients = [value_and_gradient(backward)[1] for backward in ("reversible", "stored")]
+    np.testing.assert_allclose(*gradients, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_must_have_one_depth(scan):
+    with pytest.raises(ValueError, match=r"layers.*\(3,\), \(2,\)"):
+        depth_scan(lambda layer, state: (state, ()), jnp.ones(()), (jnp.ones(3), jnp.ones(2)), scan=scan)

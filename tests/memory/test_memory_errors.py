@@ -4,21 +4,24 @@ import re
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from depth_problems import ADDITIVE, DELTA, REGRESSIONS
 from ldm_jax import (
-    Correction,
+    Covariance,
     Observation,
     depth_memory_loop,
     init_state,
     regression_objective,
+    rls_correction,
     rls_read,
     rls_write,
     solve_depth_regression,
     sqrt_init_state,
+    sqrt_rls_correction,
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -28,17 +31,23 @@ GOOD_DEEP = Observation(
     np.ones((5, 4), np.float32), np.ones((5, 3), np.float32), np.full(5, 0.9, np.float32), np.ones(5, np.float32)
 )
 STATE = np.zeros((3, 4), np.float32), np.eye(4, dtype=np.float32)
-CORRECTION = Correction(np.ones(3, np.float32), np.ones(4, np.float32), np.float32(1))
+CORRECTIONS = {
+    "rls": rls_correction(*STATE, GOOD),
+    "sqrt_rls": sqrt_rls_correction(STATE[0], Covariance(STATE[1], 1.0), GOOD),
+}
 
 
-def with_correction(function, memory, inverse_covariance, observation):
-    return function(memory, inverse_covariance, CORRECTION, observation)
+def step_of(name, step):
+    """A step as a function of M, a matrix and an observation."""
+    function = getattr(REGRESSIONS[name], step)
+    corrections = () if step in ("write", "correction") else (CORRECTIONS[name],)
+    state = (lambda matrix: matrix) if name == "rls" else (lambda matrix: Covariance(matrix, np.float32(1)))
+    return lambda memory, matrix, observation: function(memory, state(matrix), *corrections, observation)
 
 
 STEPS = {"additive_write": ADDITIVE.write, "delta_write": DELTA.write}
-for name, regression in REGRESSIONS.items():
-    STEPS |= {f"{name}_{step}": getattr(regression, step) for step in ("write", "correction")}
-    STEPS |= {f"{name}_{step}": partial(with_correction, getattr(regression, step)) for step in ("apply", "undo")}
+for name in REGRESSIONS:
+    STEPS |= {f"{name}_{step}": step_of(name, step) for step in ("write", "correction", "apply", "undo")}
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 DEEP = {
     "loop": partial(depth_memory_loop, value_dim=3, key_dim=4, alpha=1.0),
@@ -124,6 +133,7 @@ def test_wrong_state(step, memory, inverse_covariance, error, pattern):
         ((3, 4, np.nan), ValueError, "alpha is nan"),
         ((3, 4, np.inf), ValueError, "alpha is inf"),
         ((3, 4, 1e300), ValueError, r"alpha is 1e\+300.*float32"),
+        ((3, 4, 1e9), ValueError, r"alpha is 1000000000.0.*at most 1e\+0[48]"),
         ((3, 4, np.ones(2)), ValueError, r"alpha.*\(2,\)"),
         ((3, 0, 1.0), ValueError, "key_dim is 0"),
         ((0, 4, 1.0), ValueError, "value_dim is 0"),
@@ -216,8 +226,8 @@ def test_traced_deep_numbers_are_not_checked(function, part, number):
 
 @pytest.mark.parametrize("init", [init_state, sqrt_init_state])
 def test_traced_alpha_is_not_checked(init):
-    _, P = jax.jit(lambda alpha: init(3, 4, alpha))(-1.0)
-    assert P.shape == (4, 4)
+    M, _ = jax.jit(lambda alpha: init(3, 4, alpha))(-1.0)
+    assert M.shape == (3, 4)
 
 
 def primitives(jaxpr) -> set[str]:
@@ -244,6 +254,35 @@ def test_primitives_finds_callbacks():
 
     names = primitives(jax.make_jaxpr(jax.jit(write))(*STATE, GOOD).jaxpr)
     assert [name for name in names if "callback" in name or "debug" in name]
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@each_step
+def test_keys_and_values_must_be_finite(step, part, number):
+    assert_value_error(f"{part} is {number}", step, *STATE, GOOD._replace(**{part: number * getattr(GOOD, part)}))
+
+
+@pytest.mark.parametrize(("size", "importance"), [(1, 3e38), (3e18, 1.0)])
+@pytest.mark.parametrize("step", ["rls_write", "sqrt_rls_write"])
+def test_importance_that_leaves_no_digit_of_the_covariance(step, size, importance):
+    observation = GOOD._replace(key=size * GOOD.key, importance=importance)
+    assert_value_error("importance is .*must be at most", STEPS[step], *STATE, observation)
+
+
+def test_a_state_that_is_not_finite():
+    nothing = Observation(*(np.repeat(part[None], 200, axis=0) for part in GOOD._replace(forgetting=np.float32(0.5))))
+    nothing = nothing._replace(importance=np.zeros(200))
+    for function in (DEEP["loop"], DEEP["solve"]):
+        assert_value_error("not finite", function, observations=nothing)
+    assert_value_error("inverse covariance is inf", rls_write, STATE[0], np.inf * np.ones((4, 4), np.float32), GOOD)
+
+
+def test_observations_can_be_exported():
+    pytest.importorskip("flatbuffers")
+    exported = jax.export.export(jax.jit(rls_write))(*STATE, GOOD)
+    restored = jax.export.deserialize(exported.serialize())
+    assert jax.tree.structure(restored.call(*STATE, GOOD)) == jax.tree.structure(STATE)
 
 
 @pytest.mark.parametrize(("forgetting", "importance"), [(1e-60, 1.0), (0.9, 1e300)])

@@ -35,10 +35,9 @@ def states_and_restored(regression, dtype, observations):
     ("name", "dtype", "memory_tolerance", "covariance_tolerance"),
     [
         ("rls", np.float32, 1e-6, 1e-6),  # several roundings of 1e-7: errors do not add up over depth
-        # S is scaled by the rounded 1 / sqrt(lambda) and by the rounded sqrt(lambda): one rounding per write.
-        ("sqrt_rls", np.float32, 1e-6, DEPTH * 1.2e-7),
+        ("sqrt_rls", np.float32, 1e-6, 1e-6),
         ("rls", np.float64, 1e-14, 1e-14),  # the same numbers of roundings of 2e-16
-        ("sqrt_rls", np.float64, 1e-14, DEPTH * 2.2e-16),
+        ("sqrt_rls", np.float64, 1e-14, 1e-14),
     ],
 )
 @pytest.mark.usefixtures("x64")
@@ -47,7 +46,9 @@ def test_every_state_is_restored(rng, name, dtype, memory_tolerance, covariance_
     value = observations.value * np.geomspace(1, growth, DEPTH)[:, None]
     importance = observations.importance * (rng.random(DEPTH) < 0.9)
     observations = cast(observations._replace(value=value, importance=importance), dtype)
-    (M, P), (restored_M, restored_P) = states_and_restored(REGRESSIONS[name], dtype, observations)
+    regression = REGRESSIONS[name]
+    (M, state), (restored_M, restored) = states_and_restored(regression, dtype, observations)
+    P, restored_P = (regression.covariance(jax.tree.map(np.float64, part)) for part in (state, restored))
     assert relative(restored_M, M) < memory_tolerance
     # P shrinks over depth, so the error of each is relative to itself.
     errors, sizes = np.max(np.abs(restored_P - P), axis=(1, 2)), np.max(np.abs(P), axis=(1, 2))

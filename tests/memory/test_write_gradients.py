@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from depth_problems import RLS, SQRT_RLS, each_regression, each_write, relative
-from ldm_jax import Observation, rls_read
+from ldm_jax import Covariance, Observation, rls_read
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -21,7 +21,7 @@ DIFFERENCES = 1e-7  # truncation STEP^2 = 1e-10 and rounding 1e-16 / STEP = 1e-1
 def arguments(rng, write):
     """A state and an observation."""
     factor = np.eye(3) + 0.3 * rng.normal(size=(3, 3))
-    state = rng.normal(size=(2, 3)), factor if write is SQRT_RLS else factor @ factor.T
+    state = rng.normal(size=(2, 3)), Covariance(factor, np.asarray(0.9)) if write is SQRT_RLS else factor @ factor.T
     observation = Observation(rng.normal(size=3), rng.normal(size=2), np.asarray(0.7), np.asarray(1.2))
     return *state, observation
 
@@ -32,8 +32,8 @@ def weights(rng):
 
 
 def loss(write, weights, arguments):
-    M, P = write.write(*arguments)
-    return jnp.sum(weights[0] * jnp.sin(M)) + jnp.sum(weights[1] * jnp.cos(P))
+    M, state = write.write(*arguments)
+    return jnp.sum(weights[0] * jnp.sin(M)) + jnp.sum(weights[1] * jnp.cos(write.covariance(state)))
 
 
 value_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=2), static_argnums=0)
@@ -61,12 +61,10 @@ def test_gradient_against_central_differences(write, weights, arguments):
     differences = [central_difference(write, weights, arguments, direction) for direction in directions]
     gradient = ravel_pytree(value_and_gradient(write, weights, arguments)[1])[0]
     slopes = [gradient @ ravel_pytree(direction)[0] for direction in directions]
-    slopes, differences = unflatten(np.stack(slopes)), unflatten(np.stack(differences))
-    for name, actual, expected in zip(
-        ("M", "P", *Observation._fields), (*slopes[:2], *slopes[2]), (*differences[:2], *differences[2]), strict=True
-    ):
-        assert np.any(expected != 0), name
-        assert relative(actual, expected) < DIFFERENCES, name
+    slopes, differences = (jax.tree.leaves(unflatten(np.stack(each))) for each in (slopes, differences))
+    for actual, expected in zip(slopes, differences, strict=True):
+        assert np.any(expected != 0)
+        assert relative(actual, expected) < DIFFERENCES
 
 
 @each_write
@@ -101,7 +99,8 @@ def test_read_gradient(rng):
 def test_slope_at_importance_0(rng, regression, dtype, tolerance):
     factor = rng.normal(size=(3, 3))
     M, P, key, value = rng.normal(size=(2, 3)), factor @ factor.T, rng.normal(size=3), rng.normal(size=2)
-    state = tuple(np.asarray(part, dtype) for part in (M, P if regression is RLS else factor))
+    covariance = P if regression is RLS else Covariance(factor, 1.0)
+    state = jax.tree.map(lambda part: np.asarray(part, dtype), (M, covariance))
     forgetting = 0.7
 
     @jax.jit

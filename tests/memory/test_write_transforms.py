@@ -1,5 +1,7 @@
 """The writes under jit, vmap, scan and checkpoint equal a Python loop."""
 
+from operator import itemgetter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ def observations(rng):
 
 
 def assert_close(actual, expected):
-    for actual_part, expected_part in zip(actual, expected, strict=True):
+    for actual_part, expected_part in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert relative(actual_part, expected_part) < TOLERANCE
 
 
@@ -42,7 +44,7 @@ def grouped_observations(rng):
 
 
 def grouped_start(write):
-    return tuple(jnp.broadcast_to(part, (BATCH, GROUPS, *part.shape)) for part in start(write))
+    return jax.tree.map(lambda part: jnp.broadcast_to(part, (BATCH, GROUPS, *part.shape)), start(write))
 
 
 @each_write
@@ -50,12 +52,12 @@ def test_vmap_over_groups_and_batch(write, grouped_observations):
     over_groups = jax.vmap(write.write, in_axes=(0, 0, Observation(0, 0, 0, 0)))
     # The batch shares the forgetting of each group.
     over_batch = jax.jit(jax.vmap(over_groups, in_axes=(0, 0, Observation(0, 0, None, 0))))
-    M, P = python_loop(over_batch, grouped_start(write), grouped_observations)
+    states = python_loop(over_batch, grouped_start(write), grouped_observations)
     key, value, forgetting, importance = grouped_observations
     write_one = jax.jit(write.write)
     for b, g in np.ndindex(BATCH, GROUPS):
         one = Observation(key[:, b, g], value[:, b, g], forgetting[:, g], importance[:, b, g])
-        assert_close((M[b, g], P[b, g]), python_loop(write_one, start(write), one))
+        assert_close(jax.tree.map(itemgetter((b, g)), states), python_loop(write_one, start(write), one))
 
 
 @each_regression

@@ -20,7 +20,8 @@ from ldm_jax import (
     sqrt_init_state,
     sqrt_rls_write,
 )
-from ldm_jax.mixers import DepthMemory, DepthMemoryConfig, Form, Write, init_memory
+from ldm_jax.mixers import DepthMemory, DepthMemoryConfig, Form, LDMConfig, Stack, Write, init_memory
+from ldm_jax.mixers.ldm import LDMEnds
 from random_params import random_module
 
 WIDTH, SUBLAYERS, TOKENS = 12, 5, (2, 3)
@@ -234,6 +235,9 @@ def test_an_output_of_zeros_has_finite_gradients():
         ({"latent_dim": 0}, "latent_dim is 0"),
         ({"alpha": 0.0}, "alpha is 0.0"),
         ({"alpha": float("nan")}, "alpha is nan"),
+        ({"alpha": 2e4}, r"alpha is 20000.*rls.*10000"),
+        ({"alpha": 2e8, "write": Write.SQRT_RLS}, r"alpha is 2.*sqrt_rls.*1e.08"),
+        ({"initial_gain": -1.0}, r"initial_gain is -1.0"),
         ({"forgetting_floor": 0.0}, "forgetting_floor is 0.0"),
         ({"forgetting_floor": 1.5}, "forgetting_floor is 1.5"),
         ({"write": Write.DELTA, "unit_keys": False}, "unit_keys is false.*delta"),
@@ -258,6 +262,29 @@ def test_a_state_of_another_config():
         for step in (layer.read, layer.write):
             with pytest.raises(ValueError, match=r"shape.*init_memory"):
                 step(state, jnp.ones((*TOKENS, WIDTH)))
+
+
+def test_integers_are_not_read_or_written(unchecked_annotations):
+    (layer,) = make_layers(CONFIG, 1)
+    for step in (layer.read, layer.write):
+        with pytest.raises(TypeError, match="int32"):
+            step(init_memory(TOKENS, WIDTH, CONFIG), jnp.ones((*TOKENS, WIDTH), jnp.int32))
+
+
+@pytest.mark.parametrize("form", [Form.RECURRENT, Form.DUAL])
+def test_no_tokens(form):
+    config = dataclasses.replace(CONFIG, form=form)
+    (layer,) = make_layers(config, 1)
+    x = jnp.ones((0, 8, WIDTH))
+    assert layer.read(layer.write(init_memory((0, 8), WIDTH, config), x), x).shape == x.shape
+
+
+def test_a_learned_alpha_stays_in_its_range():
+    config = LDMConfig(groups=2, key_dim=2, latent_dim=4, learned_alpha=True)
+    ends = LDMEnds(config, Stack(8, 2, jnp.float32, False), nnx.Rngs(0))
+    np.testing.assert_allclose(ends.alpha, [10, 10], rtol=1e-6)
+    ends.log_alpha[...] = jnp.array([-100.0, 100.0])
+    np.testing.assert_allclose(ends.alpha, config.alpha_range, rtol=1e-5)
 
 
 def test_initial_memory_equals_init_state():
