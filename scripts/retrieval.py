@@ -5,6 +5,7 @@ from pathlib import Path
 
 import interruptible  # noqa: F401 (first)
 
+from ldm_jax.compare.retrieval import Task, retrieval_errors
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.errors import UserError
 
@@ -32,13 +33,11 @@ class Arguments:
 def main() -> None:
     """Parses the arguments, measures, prints and plots."""
     arguments = parse(Arguments)
-    require_matplotlib()
-    from ldm_jax.compare.retrieval import Task, plot_retrieval, retrieval_errors
-    from ldm_jax.plots import check_picture
-
     if arguments.out is not None:
-        check_picture(arguments.out)
+        require_matplotlib()
+        from ldm_jax.plots import check_picture
 
+        check_picture(arguments.out)
     errors = {}
     for layers in arguments.layers:
         task = Task(layers, arguments.key_dim, alpha=arguments.alpha, trials=arguments.trials)
@@ -50,6 +49,8 @@ def main() -> None:
         for method, values in errors[task].items():
             print(f"  {method:<14}", *(f"{error:8.4f}" for error in values))
     if arguments.out is not None:
+        from ldm_jax.compare.plots import plot_retrieval
+
         plot_retrieval(arguments.correlations, errors, arguments.out)
         print(arguments.out)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +45,16 @@ def test_an_error_is_a_sentence_and_a_status(monkeypatch, error, status):
     assert (result.returncode, result.stderr) == (status, f"error: {error}\n")
 
 
+@pytest.fixture
+def interruptible():
+    """Handles SIGINT, also in processes that are started here, where this one was started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "scripts").glob("*.py")), ids=lambda file: file.stem)
-def test_an_interruption_of_the_imports_is_a_line(file, tmp_path):
+def test_an_interruption_of_the_imports_is_a_line(file, tmp_path, interruptible):
     for package in ("jax", "tyro", "pdoc"):  # stand-ins that take forever
         (tmp_path / f"{package}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}

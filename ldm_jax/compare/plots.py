@@ -1,6 +1,6 @@
 """Plots of a comparison, readable without colour."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,11 @@ from matplotlib.figure import Figure
 
 from ldm_jax.compare.costs import MethodCosts
 from ldm_jax.compare.results import MethodResult
+from ldm_jax.compare.retrieval import BATCH, Task
 from ldm_jax.plots import MARKERS, line_style, save_picture
 
 LOSS = "final validation loss (nats per token)"
+STYLES = {"additive": "o:", "delta": "s-.", "rls": "^-", BATCH: "kx"}
 
 
 def plot_comparison(rows: Sequence[MethodResult], directory: Path) -> list[Path]:
@@ -91,3 +93,26 @@ def _against(axes: Axes, rows: Sequence[MethodResult], cost: Callable[[MethodCos
 
 def _half_width(row: MethodResult) -> float | None:
     return row.loss.half_width if row.loss.seeds > 1 else None
+
+
+def plot_retrieval(
+    correlations: Sequence[float], errors: Mapping[Task, Mapping[str, Sequence[float]]], file: Path
+) -> None:
+    """Plots the errors against the correlation, one panel for each task. The file's suffix selects the format.
+
+    Raises:
+        UserError: the plot cannot be written.
+    """
+    figure = Figure(figsize=(4.5 * len(errors), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(errors), squeeze=False, sharey=True)[0]
+    for axes, (task, by_method) in zip(panels, errors.items(), strict=True):
+        for method, values in by_method.items():
+            axes.plot(correlations, values, STYLES[method], label=method, markersize=8 if method == BATCH else 5)
+        axes.set_title(f"{task.layers} layers, keys of width {task.key_dim}, alpha {task.alpha:g}", fontsize=10)
+        axes.set_xlabel("key correlation (cosine of two layers' keys)")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("recall error: share of the energy missed")
+    panels[0].set_ylim(-0.03, 1.03)
+    panels[0].legend()
+    figure.suptitle("Recalling a layer's output by its key at the best gain: 0 is perfect recall, 1 is none")
+    save_picture(figure, file)

@@ -1,13 +1,11 @@
 """A synthetic task: recall each layer's output by its key from a memory whose keys are correlated."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from matplotlib.figure import Figure
 
 from ldm_jax.memory import (
     Observation,
@@ -18,12 +16,10 @@ from ldm_jax.memory import (
     rls_write,
     solve_depth_regression,
 )
-from ldm_jax.plots import save_picture
 from ldm_jax.typing import Scalar
 
 WRITES = {"additive": additive_write, "delta": delta_write, "rls": rls_write}
 BATCH = "batch solution"
-STYLES = {"additive": "o:", "delta": "s-.", "rls": "^-", BATCH: "kx"}
 
 
 class Task(NamedTuple):
@@ -99,26 +95,3 @@ def _error(recalled: Recalled) -> Scalar:
     read, value = recalled
     gain = jnp.sum(read * value) / jnp.sum(read * read)
     return jnp.sum((value - gain * read) ** 2) / jnp.sum(value * value)
-
-
-def plot_retrieval(
-    correlations: Sequence[float], errors: Mapping[Task, Mapping[str, Sequence[float]]], file: Path
-) -> None:
-    """Plots the errors against the correlation, one panel for each task. The file's suffix selects the format.
-
-    Raises:
-        UserError: the plot cannot be written.
-    """
-    figure = Figure(figsize=(4.5 * len(errors), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(errors), squeeze=False, sharey=True)[0]
-    for axes, (task, by_method) in zip(panels, errors.items(), strict=True):
-        for method, values in by_method.items():
-            axes.plot(correlations, values, STYLES[method], label=method, markersize=8 if method == BATCH else 5)
-        axes.set_title(f"{task.layers} layers, keys of width {task.key_dim}, alpha {task.alpha:g}", fontsize=10)
-        axes.set_xlabel("key correlation (cosine of two layers' keys)")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("recall error: share of the energy missed")
-    panels[0].set_ylim(-0.03, 1.03)
-    panels[0].legend()
-    figure.suptitle("Recalling a layer's output by its key at the best gain: 0 is perfect recall, 1 is none")
-    save_picture(figure, file)

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from ldm_jax.compare.retrieval import BATCH, Task, plot_retrieval, retrieval_errors
+from ldm_jax.compare.plots import plot_retrieval
+from ldm_jax.compare.retrieval import BATCH, Task, retrieval_errors
 
 CORRELATIONS = (0.0, 0.9)
 
 
 def test_recall_of_each_write(tmp_path):
-    few = Task(layers=4, key_dim=8, value_dim=16, alpha=1e6, trials=32)
+    few = Task(layers=4, key_dim=8, value_dim=16, alpha=1e4, trials=32)
     errors = retrieval_errors(few, CORRELATIONS)
     # Fewer layers than key dimensions: the regression recalls all of them, whatever the correlation.
     assert max(errors["rls"] + errors[BATCH]) < 1e-3

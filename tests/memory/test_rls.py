@@ -19,7 +19,7 @@ from depth_problems import (
     random_observations,
     relative,
 )
-from ldm_jax import Observation, depth_memory_loop, rls_correction, rls_read, solve_depth_regression
+from ldm_jax import Covariance, Observation, depth_memory_loop, rls_correction, rls_read, solve_depth_regression
 
 # N, V, K: one observation; fewer observations than key dimensions; more. Each shape is compiled once.
 SHAPES = [(1, 2, 4), (3, 2, 8), (12, 3, 4)]
@@ -100,7 +100,13 @@ def test_correction_against_its_definition(rng, regression):
     P = factor @ factor.T
     key, value, forgetting, importance = rng.normal(size=4), rng.normal(size=3), 0.7, 1.3
     observation = Observation(key, value, forgetting, importance)
-    error, projected, innovation = regression.correction(M, P if regression is RLS else factor, observation)
+    if regression is RLS:
+        error, projected, innovation = regression.correction(M, P, observation)
+    else:  # u is discount * P k, and g is beta / (discount * s)
+        discount = 0.4
+        state = Covariance(np.sqrt(discount) * factor, np.float64(discount))
+        error, gain = regression.correction(M, state, observation)
+        projected, innovation = gain.direction / discount, importance / (discount * gain.size)
     # A few roundings of sums of four terms, relative to the sum of the terms' absolute values.
     assert relative(error, value - M @ key, np.max(np.abs(value) + np.abs(M) @ np.abs(key))) < 1e-14
     assert relative(projected, P @ key, np.max(np.abs(factor) @ np.abs(factor).T @ np.abs(key))) < 1e-14

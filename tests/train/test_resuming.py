@@ -7,6 +7,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
+from etils import epath
 
 from ldm_jax.config import AttentionImplementation, ComputeType, Config, MeshConfig, OptimizerName, Remat
 from ldm_jax.config.toml import read_config
@@ -22,6 +23,7 @@ from ldm_jax.train.identity import acquire_lock, read_identity
 from ldm_jax.train.metrics import MetricsFile, read_metrics
 from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.step import make_train_step, state_shapes
+from ldm_jax.train.storage import require_writable
 from runs import assert_same_bits, quietly, tiny, with_optimizer, with_train, without_memory
 
 
@@ -39,6 +41,7 @@ def content(path):
 def claim(config, path, corpus="another corpus"):
     """The start of a run up to the claim of its checkpoints, which returns what has changed."""
     directory = RunDirectory(path)
+    require_writable(checkpoint_directory(config, path))
     store = Checkpoints(checkpoint_directory(config, path), 2)
     with contextlib.closing(directory), contextlib.closing(store):
         directory.open()
@@ -252,7 +255,8 @@ def test_a_run_is_loaded_in_64_bit_mode(finished):
 def test_a_checkpoint_with_64_bit_leaves(finished, tmp_path):
     """As earlier versions wrote them in 64-bit mode."""
     like = finished[2]
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    require_writable(epath.Path(tmp_path))
+    checkpoints = Checkpoints(tmp_path, 2)
     with jax.enable_x64(True):
         losses = like.losses._replace(mean=jnp.float64(0.1), variance=jnp.float64(2.5))
         assert checkpoints.save(6, like._replace(losses=losses), Progress(1, 1.0, "", "", {})) is None
