@@ -28,11 +28,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the content of a file, as `replacing`.
-
-    Raises:
-        OSError: the file cannot be written; the old file is unchanged.
-    """
+    """Replaces the content of a file, as `replacing`. Raises OSError; the old file is then unchanged."""
     with replacing(path) as file:
         file.write(text.encode())
 

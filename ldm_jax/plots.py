@@ -26,11 +26,7 @@ def line_style(index: int, *, markers: bool = False) -> str:
 
 
 def check_picture(file: Path) -> None:
-    """Makes the directory of a picture that is drawn later.
-
-    Raises:
-        UserError: the directory cannot be made or written, or the format is unknown.
-    """
+    """Makes the directory of a later picture. Raises UserError if it cannot be written, or for an unknown format."""
     formats = Figure().canvas.get_supported_filetypes()
     if (suffix := file.suffix.removeprefix(".")) not in formats:
         raise UserError(f"the picture {file} has the ending {suffix!r}, but it must be one of {', '.join(formats)}.")
@@ -42,11 +38,7 @@ def check_picture(file: Path) -> None:
 
 
 def save_picture(figure: Figure, file: Path) -> Path:
-    """Saves a picture in the format of the file's ending, and makes its directory; returns the file.
-
-    Raises:
-        UserError: the file cannot be written, or the format is unknown.
-    """
+    """Saves a picture in the format of its ending, and makes its directory; returns the file. Raises UserError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=120)

@@ -13,11 +13,7 @@ BATCHES = 50  # per measurement: more than the loader prefetches
 
 
 def loader_rows(config: Config, repetitions: int) -> Iterator[Row]:
-    """Median tokens a second of a config's loader and of its training step on this machine; the two alternate.
-
-    Raises:
-        UserError: the config's data cannot be read.
-    """
+    """Median tokens a second of a config's loader and of its training step; the two alternate. Raises UserError."""
     batch_size, seed = config.train.batch_size, config.train.seed
     batches = load_data(config.data, config.model.vocabulary).batches(0, batch_size, seed)
     train = step_runner(config, next(batches))

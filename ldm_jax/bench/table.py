@@ -30,11 +30,7 @@ class Row:
 
 
 def print_rows(rows: Iterable[Row], title: str, file: Path | None = None) -> list[Row]:
-    """Prints each row as soon as it is measured, and saves the rows so far; returns all rows.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Prints each row as soon as it is measured, and saves the rows so far; returns all rows. Raises UserError."""
     layout = "{:<16} {:<6} {:<10} {:<9} {:>3} {:>5}  {:<8} {:>18} {:>10}"
     print(f"{title}\n")
     print(layout.format("what", "mixer", "backward", "form", "K", "depth", "type", "value", "over PreLN"), flush=True)
@@ -52,11 +48,7 @@ def print_rows(rows: Iterable[Row], title: str, file: Path | None = None) -> lis
 
 
 def save_rows(rows: Sequence[Row], file: Path) -> None:
-    """Saves the rows as a JSON list of objects.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Saves the rows as a JSON list of objects. Raises UserError if the file cannot be written."""
     try:
         write_atomically(file, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     except OSError as error:
@@ -64,11 +56,7 @@ def save_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def plot_memory(rows: Sequence[Row], file: Path) -> None:
-    """Draws compiled temporary memory against depth, one line per mixer, form, K and backward mode.
-
-    Raises:
-        UserError: the picture cannot be written.
-    """
+    """Draws compiled temporary memory against depth, a line per mixer, form, K and backward mode. Raises UserError."""
     from matplotlib.figure import Figure
 
     from ldm_jax.plots import line_style, save_picture

@@ -40,11 +40,7 @@ def missing_runs(
 
 
 def say_plan(sweep: Sweep, methods: Mapping[str, Config], rates: Sequence[float], seeds: Sequence[int]) -> None:
-    """Says what would be trained and how long that takes, from finished runs, known costs or a few timed steps.
-
-    Raises:
-        UserError: as `missing_runs`.
-    """
+    """Says what would be trained, and for how long by finished runs, known costs or timed steps. Raises UserError."""
     missing = missing_runs(sweep, methods, rates, seeds)
     finished, costs = read_runs(sweep.file), read_costs(sweep.directory)
     total = 0.0

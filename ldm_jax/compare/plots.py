@@ -98,11 +98,7 @@ def _half_width(row: MethodResult) -> float | None:
 def plot_retrieval(
     correlations: Sequence[float], errors: Mapping[Task, Mapping[str, Sequence[float]]], file: Path
 ) -> None:
-    """Plots the errors against the correlation, one panel for each task. The file's suffix selects the format.
-
-    Raises:
-        UserError: the plot cannot be written.
-    """
+    """Plots the errors against the correlation, a panel for each task, in the file's format. Raises UserError."""
     figure = Figure(figsize=(4.5 * len(errors), 4.5), layout="constrained")
     panels = figure.subplots(1, len(errors), squeeze=False, sharey=True)[0]
     for axes, (task, by_method) in zip(panels, errors.items(), strict=True):

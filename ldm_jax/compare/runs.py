@@ -120,11 +120,7 @@ class RunResult:
 
 
 def finished_result(run: Run, directory: Path) -> RunResult:
-    """Reads the result of a run from the metrics in its directory.
-
-    Raises:
-        UserError: the run is not finished.
-    """
+    """Reads the result of a run from the metrics in its directory. Raises UserError if the run is not finished."""
     steps = run.config.train.steps
     rows = read_metrics(directory / "metrics.jsonl")
     curve = tuple((int(row["step"]), float(row["validation_loss"])) for row in rows if "validation_loss" in row)
@@ -151,11 +147,7 @@ _COLUMNS = [field.name for field in dataclasses.fields(RunResult)]
 
 
 def read_runs(file: Path) -> list[RunResult]:
-    """Reads `runs.csv`; no rows if there is no such file.
-
-    Raises:
-        UserError: the file is not such a table, or has rows of one method with several configs.
-    """
+    """Reads `runs.csv`; no rows if there is none. Raises UserError for another table, or two configs of one method."""
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8-sig") as text:

@@ -56,11 +56,7 @@ def read_variants(path: Path) -> dict[str, Config]:
 
 
 def read_methods(files: Sequence[Path]) -> dict[str, Config]:
-    """Reads the configs of several files by name.
-
-    Raises:
-        UserError: as `read_variants`; no file; two configs of the same name.
-    """
+    """Reads the configs of several files by name. Raises UserError as `read_variants`, or if two share a name."""
     methods: dict[str, Config] = {}
     for file in files:
         for name, config in read_variants(file).items():
@@ -73,11 +69,7 @@ def read_methods(files: Sequence[Path]) -> dict[str, Config]:
 
 
 def parse_config(text: str, label: str) -> Config:
-    """Reads a config from TOML as `config_to_toml` writes it; `label` names its source in errors.
-
-    Raises:
-        UserError: as `read_config`.
-    """
+    """Reads a config as `config_to_toml` writes it; `label` names it in errors. Raises UserError as `read_config`."""
     try:
         return _from_table(Config, tomllib.loads(text), label, ())
     except tomllib.TOMLDecodeError as error:

@@ -51,11 +51,7 @@ def load_bytes(files: Sequence[Path], document_bytes: int) -> UInt8[np.ndarray, 
 
 
 def corpus_files(config: DataConfig) -> list[Path]:
-    """The files of a corpus, sorted by path.
-
-    Raises:
-        UserError: there is no file, or the path is a directory.
-    """
+    """The files of a corpus, sorted by path. Raises UserError if there is no file, or the path is a directory."""
     if config.path is not None:
         return matching_files(config.path)
     files = []

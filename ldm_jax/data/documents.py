@@ -67,11 +67,7 @@ def share_warning(share: float, fraction: float) -> str | None:
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """The files of a path or a pattern, sorted; `**` matches directories, and `~` is the home directory.
-
-    Raises:
-        UserError: there is no file, or the pattern is a directory.
-    """
+    """The files of a path or pattern, sorted; `**` and `~` are expanded. Raises UserError for none, or a directory."""
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         raise UserError(f'"{pattern}" is a directory: give a pattern of files, such as "{pattern}/**/*.txt".')

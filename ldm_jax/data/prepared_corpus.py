@@ -124,11 +124,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads `corpus.json`.
-
-    Raises:
-        UserError: the file is missing, damaged or has another format.
-    """
+    """Reads `corpus.json`. Raises UserError if the file is missing, damaged or has another format."""
     file = directory / MANIFEST_FILE
     try:
         table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -185,11 +181,7 @@ def _checksum(path: Path) -> str:
 
 
 def check_shards(directory: Path, shards: Sequence[ShardRecord], checksums: bool = False) -> None:
-    """Compares the sizes of the files of shards, and optionally their checksums.
-
-    Raises:
-        UserError: a file is missing or not as it was written.
-    """
+    """Compares sizes of shards' files, and optionally checksums. Raises UserError if one is not as it was written."""
 
     def problem(record: FileRecord) -> str | None:
         try:
@@ -279,11 +271,7 @@ class PreparedCorpus(NamedTuple):
 
 
 def load_prepared(directory: Path, verify: bool = True) -> PreparedCorpus:
-    """Opens a corpus. With `verify`, every file is read once and its checksum is compared.
-
-    Raises:
-        UserError: there is no corpus, or a file is not as it was written.
-    """
+    """Opens a corpus; `verify` reads every file to compare its checksum. Raises UserError if one is not as written."""
     manifest = read_manifest(directory)
     tokenizer = load_tokenizer(directory)
     if tokenizer.fingerprint != manifest.tokenizer:

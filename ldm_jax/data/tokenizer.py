@@ -191,11 +191,7 @@ def _write_description(directory: Path, kind: str, tokenizer: Tokenizer, end: st
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Loads a tokenizer saved by `Tokenizer.save`.
-
-    Raises:
-        UserError: there is none, or a file is not as it was written.
-    """
+    """Loads a tokenizer saved by `Tokenizer.save`. Raises UserError if a file is missing or not as it was written."""
     try:
         description = json.loads((directory / DESCRIPTION_FILE).read_text(encoding="utf-8"))
         kind, end = description["tokenizer"], description["end_of_document_token"]
@@ -208,11 +204,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def read_tokenizer(file: Path, end_of_document: str | None = None) -> JsonTokenizer:
-    """Reads a `tokenizer.json`.
-
-    Raises:
-        UserError: the file cannot be read; otherwise as for `JsonTokenizer`.
-    """
+    """Reads a `tokenizer.json`. Raises UserError if the file cannot be read; otherwise as for `JsonTokenizer`."""
     try:
         text = file.read_bytes().decode("utf-8-sig")  # read_text would convert line ends
     except (OSError, UnicodeDecodeError) as error:

@@ -154,11 +154,7 @@ def _of_observations(config: DepthMemoryConfig, width: int, memory: DualState) -
 
 
 def save_figures(config: Config, figures: Figures, directory: Path) -> Path:
-    """Writes `inspection.json`: the names of readers and sources, and the figures as nested lists; returns its path.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
+    """Writes `inspection.json`: names of readers and sources, and the figures; returns its path. Raises UserError."""
     file = directory / "inspection.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)

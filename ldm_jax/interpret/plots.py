@@ -24,11 +24,7 @@ class Names(NamedTuple):
 
 
 def plot_inspection(config: Config, figures: Figures, directory: Path, title: str) -> list[Path]:
-    """Writes `contributions.png` and, for a depth memory, `contributions_by_group.png` and `memory.png`.
-
-    Raises:
-        UserError: a picture cannot be written.
-    """
+    """Draws `contributions.png`, and `contributions_by_group.png` and `memory.png` of a memory. Raises UserError."""
     names = Names(reader_names(config), source_names(config))
     drawn = [save_picture(_contributions(names, figures, title), directory / "contributions.png")]
     if "residual" in figures:

@@ -31,11 +31,7 @@ def code_fingerprint() -> str:
 
 
 def require_same(texts: Mapping[str, str]) -> None:
-    """Compares texts, given by name, among the processes.
-
-    Raises:
-        UserError: on every process, if a text is not the same on all.
-    """
+    """Compares texts, given by name, among the processes. Raises UserError on every process if one differs."""
     if jax.process_count() == 1:
         return
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts.values()]

@@ -85,11 +85,7 @@ class ProgramCosts:
 
 
 def train_step_costs(config: Config, devices: list[Any]) -> ProgramCosts:
-    """Of the training step on TPU devices, under the config's mesh.
-
-    Raises:
-        UserError: the mesh does not fit the devices or the model.
-    """
+    """Of the training step on TPU devices. Raises UserError if the config's mesh does not fit them or the model."""
     mesh = _full_mesh(config, devices)
     tokens_per_chip = config.train.batch_size * config.data.context / mesh.size
     lowered = compiler.lower_train_step(config, mesh)

@@ -89,11 +89,7 @@ class Checkpoints:
         return self._directory
 
     def lock(self) -> None:
-        """Locks the directory until `close`. A bucket cannot be locked.
-
-        Raises:
-            UserError: another process is training with this directory, or it cannot be written.
-        """
+        """Locks the directory (a bucket cannot be) until `close`. Raises UserError if it is in use, or not writable."""
         if in_bucket(self._directory):
             return
         try:

@@ -47,11 +47,7 @@ class RunDirectory:
         self._lock = None
 
     def open(self) -> None:
-        """Creates the directory, or finds a run in it, and locks it.
-
-        Raises:
-            UserError: the directory holds other files, is in use, or cannot be written.
-        """
+        """Makes or finds the directory; locks it. Raises UserError if it holds other files, is in use or read-only."""
         if re.match(r"\w+:/", str(self.path)) is not None:
             raise UserError(
                 f"the run directory is {self.path}, but only checkpoints can be in a bucket: give a local --run, and "
@@ -128,11 +124,7 @@ class RunDirectory:
             raise UserError(f"{self.config_file} cannot be written: {error.strerror}.") from error
 
     def restore_config(self, config: str, is_new: bool) -> list[str]:
-        """Writes config.toml if it is lost or broken. Returns a sentence about it, unless the run is new.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Writes config.toml if it is lost or broken. Returns a sentence, unless the run is new. Raises UserError."""
         file = self.config_file
         if _written(file) is not None:
             return []

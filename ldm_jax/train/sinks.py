@@ -57,11 +57,7 @@ class MetricsLogger:
 
 
 def make_sinks(config: Config, run: Path, step: int) -> list[Sink]:
-    """The sinks that `[log]` selects, for a run that starts after `step`.
-
-    Raises:
-        UserError: a package is not installed.
-    """
+    """The sinks that `[log]` selects, for a run that starts after `step`. Raises UserError if a package is missing."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
         _require("tensorboardX", "log.tensorboard is true", "tensorboard")

@@ -17,11 +17,7 @@ def in_bucket(where: epath.PathLike) -> bool:
 
 
 def storage_path(where: epath.PathLike) -> epath.Path:
-    """The path of a directory or of a directory in a bucket.
-
-    Raises:
-        UserError: it is in a bucket, and gcsfs is not installed.
-    """
+    """The path of a directory, here or in a bucket. Raises UserError if it is in a bucket, and gcsfs is missing."""
     if not in_bucket(where):
         return epath.Path(where).absolute()
     try:
@@ -35,11 +31,7 @@ def storage_path(where: epath.PathLike) -> epath.Path:
 
 
 def require_writable(directory: epath.Path) -> None:
-    """Creates the directory, and writes, reads and removes a file in it. All processes must call this together.
-
-    Raises:
-        UserError: one of the processes cannot.
-    """
+    """Makes the directory; writes, reads and removes a file there. All processes must call it. Raises UserError."""
     why = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
