@@ -1,11 +1,14 @@
-"""Atomic writes: a file has either its old or its new content, never a part of either."""
+"""Atomic writes, which leave a file with its old or its new content, never a part of either; locks of files."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
+
+from ldm_jax.errors import UserError
 
 
 @contextlib.contextmanager
@@ -31,6 +34,38 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces the content of a file, as `replacing`. Raises OSError; the old file is then unchanged."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+@contextlib.contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Turns an OSError in its body into a UserError which says that this file or directory cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror}.") from error
+
+
+def save_text(path: Path, text: str) -> None:
+    """As `write_atomically`, but raises UserError."""
+    with writing(path):
+        write_atomically(path, text)
+
+
+def acquire_lock(file: Path, use: str, option: str) -> TextIO:
+    """Opens and locks a file, until it is closed or the process ends. Raises UserError if another process has it.
+
+    Args:
+        file: a file in the directory that is locked.
+        use: what the other process does, as the error says it, such as "training in".
+        option: what selects another directory.
+    """
+    opened = file.open("a")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        raise UserError(f"another process is {use} {file.parent}: wait for it, or give another {option}.") from None
+    return opened
 
 
 def name_aside(path: Path) -> Path:

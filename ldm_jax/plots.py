@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ldm_jax.errors import UserError
+from ldm_jax.files import writing
 
 LINES = ("-", "--", ":", "-.")
 MARKERS = "os^vD*PXd<>"
@@ -30,11 +31,9 @@ def check_picture(file: Path) -> None:
     formats = Figure().canvas.get_supported_filetypes()
     if (suffix := file.suffix.removeprefix(".")) not in formats:
         raise UserError(f"the picture {file} has the ending {suffix!r}, but it must be one of {', '.join(formats)}.")
-    try:
+    with writing(f"the picture {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=file.parent).close()
-    except OSError as error:
-        raise UserError(f"the picture {file} cannot be written: {error.strerror}.") from error
 
 
 def save_picture(figure: Figure, file: Path) -> Path:

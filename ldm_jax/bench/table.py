@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import save_text
 
 _SCALES = {"bytes": ("MiB", 2**-20), "seconds": ("ms", 1e3), "flops": ("GFLOP", 1e-9), "tokens/s": ("tokens/s", 1.0)}
 
@@ -49,10 +48,7 @@ def print_rows(rows: Iterable[Row], title: str, file: Path | None = None) -> lis
 
 def save_rows(rows: Sequence[Row], file: Path) -> None:
     """Saves the rows as a JSON list of objects. Raises UserError if the file cannot be written."""
-    try:
-        write_atomically(file, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error}.") from error
+    save_text(file, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
 
 
 def plot_memory(rows: Sequence[Row], file: Path) -> None:

@@ -16,7 +16,7 @@ from ldm_jax.compare.runs import config_hash
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import save_text
 from ldm_jax.nn import count_parameters, init_params
 from ldm_jax.roofline.compile import compile_gradient, cost_analysis, temporary_bytes
 
@@ -66,10 +66,7 @@ def update_costs(directory: Path, methods: Mapping[str, Config], say: Callable[[
         method: dataclasses.asdict(MethodCosts(**compiled[method], step_seconds=seconds))
         for method, seconds in zip(methods, timed_steps(list(methods.values()), ROUNDS), strict=True)
     }
-    try:
-        write_atomically(directory / "costs.json", json.dumps(table, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{directory / 'costs.json'} cannot be written: {error.strerror}.") from error
+    save_text(directory / "costs.json", json.dumps(table, indent=1) + "\n")
 
 
 def _compiled_costs(config: Config) -> dict[str, Any]:

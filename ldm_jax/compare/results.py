@@ -16,7 +16,7 @@ from ldm_jax.compare.costs import MethodCosts, read_costs
 from ldm_jax.compare.runs import RunResult, check_directory, read_runs
 from ldm_jax.config.command_line import has_matplotlib
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import write_atomically, writing
 
 BASELINE = "preln"
 """The baseline, unless another method is given."""
@@ -210,12 +210,10 @@ def report(directory: Path, baseline: str = BASELINE, out: Path | None = None) -
     if out is None:
         return
     check_directory(out)
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write_csv(rows, out / "results.csv")
         write_atomically(out / "results.md", table)
-    except OSError as error:
-        raise UserError(f"the results cannot be written to {out}: {error.strerror}.") from error
     files = [out / "results.csv", out / "results.md"]
     if has_matplotlib():
         from ldm_jax.compare.plots import plot_comparison

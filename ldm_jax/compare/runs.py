@@ -12,7 +12,7 @@ from pathlib import Path
 from ldm_jax.config import Config
 from ldm_jax.config.toml import REMOVED_OPTIONS, options_by_name
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import save_text
 from ldm_jax.train.metrics import read_metrics
 
 Curve = tuple[tuple[int, float], ...]
@@ -175,10 +175,7 @@ def write_runs(file: Path, rows: list[RunResult]) -> None:
     for row in sorted(rows, key=lambda row: row.key):
         *plain, curve = dataclasses.astuple(row)
         writer.writerow([*plain, " ".join(f"{step}:{loss:.5f}" for step, loss in curve)])
-    try:
-        write_atomically(file, text.getvalue())
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}.") from error
+    save_text(file, text.getvalue())
 
 
 def _parse(row: dict[str, str]) -> RunResult:

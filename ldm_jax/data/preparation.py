@@ -1,7 +1,6 @@
 """Prepares a corpus: tokenizes documents and writes them in shards. An interrupted preparation can be resumed."""
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -48,7 +47,7 @@ from ldm_jax.data.tokenizer import (
     train_bpe,
 )
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import acquire_lock, write_atomically
 from ldm_jax.progress import PreparationLine
 
 BPE = "bpe"
@@ -234,14 +233,7 @@ class PreparationDirectory:
                 some = ", ".join(sorted(foreign)[:3])
                 raise UserError(f"{self.path} holds other files ({some}) and no corpus: give another --out.")
             if MANIFEST_FILE not in names:  # a finished corpus is only read
-                self._lock = (self.path / LOCK_FILE).open("w")
-                try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._lock.close()
-                    raise UserError(
-                        f"another process is preparing {self.path}: wait for it, or give another --out."
-                    ) from None
+                self._lock = acquire_lock(self.path / LOCK_FILE, "preparing", "--out")
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from ldm_jax.config import Config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import write_atomically, writing
 from ldm_jax.infer.memory_figures import read_figures, replace_covariance, write_figures
 from ldm_jax.memory import Observation
 from ldm_jax.memory.dual import DualState
@@ -156,10 +156,8 @@ def _of_observations(config: DepthMemoryConfig, width: int, memory: DualState) -
 def save_figures(config: Config, figures: Figures, directory: Path) -> Path:
     """Writes `inspection.json`: names of readers and sources, and the figures; returns its path. Raises UserError."""
     file = directory / "inspection.json"
-    try:
+    with writing(file):
         directory.mkdir(parents=True, exist_ok=True)
         names = {"readers": reader_names(config), "sources": source_names(config)}
         write_atomically(file, json.dumps(names | {name: x.tolist() for name, x in figures.items()}) + "\n")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}.") from error
     return file

@@ -19,9 +19,10 @@ from jaxtyping import Array, UInt32
 from ldm_jax.config import Config
 from ldm_jax.config.toml import parse_config
 from ldm_jax.errors import UserError
+from ldm_jax.files import acquire_lock, writing
 from ldm_jax.parallel import first_failure, is_leader, wait_for_all
 from ldm_jax.sharding import constrain
-from ldm_jax.train.identity import STORE_FILE, acquire_lock
+from ldm_jax.train.identity import STORE_FILE
 from ldm_jax.train.step import TrainState
 from ldm_jax.train.storage import in_bucket, silence_background_errors, storage_error, storage_path
 
@@ -90,12 +91,9 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Locks the directory (a bucket cannot be) until `close`. Raises UserError if it is in use, or not writable."""
-        if in_bucket(self._directory):
-            return
-        try:
-            self._lock = acquire_lock(Path(self._directory / STORE_FILE))
-        except OSError as error:
-            raise UserError(f"{self._directory} cannot be written: {error.strerror}.") from error
+        if not in_bucket(self._directory):
+            with writing(self._directory):
+                self._lock = acquire_lock(Path(self._directory / STORE_FILE), "training in", "--run")
 
     def last_config(self) -> SavedConfig | None:
         """The config in the newest checkpoint that has one which can be read. None if there is none."""

@@ -1,10 +1,9 @@
 """The identity of a run: kept in its directory and in its store of checkpoints, so that no two runs share either."""
 
-import fcntl
 import json
 import uuid
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from etils import epath
 
@@ -65,14 +64,3 @@ def check_store(store: epath.Path, run: Path, own: Identity | None) -> Identity 
         f"{store} holds the checkpoints of the run {found.run}, not of {run}: give another train.checkpoints, or "
         f"--run {found.run}."
     )
-
-
-def acquire_lock(file: Path) -> TextIO:
-    """Opens and locks a file, until it is closed or the process ends. Raises UserError if another process has it."""
-    opened = file.open("a")
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        opened.close()
-        raise UserError(f"another process is training in {file.parent}: wait for it, or give another --run.") from None
-    return opened

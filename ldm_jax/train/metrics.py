@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_jax.errors import UserError
-from ldm_jax.files import name_aside, write_atomically
+from ldm_jax.files import name_aside, write_atomically, writing
 
 Row = Mapping[str, Any]
 """Numbers by name, always with `step`. The statistics of a depth memory are nested lists of numbers."""
@@ -59,7 +59,7 @@ class MetricsFile:
         rows, invalid = _read(path)
         self.warning: str | None = None
         """A sentence that says why the file was kept under another name."""
-        try:
+        with writing(path):
             if invalid or (step == 0 and rows):
                 shutil.copyfile(path, kept := name_aside(path))
                 why = f"line {invalid[0]} is not a row" if invalid else "there are rows, but no checkpoint"
@@ -67,8 +67,6 @@ class MetricsFile:
             kept_rows = [row for row in rows if row["step"] <= step]
             write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept_rows))
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}.") from error
         self._path, self._unwritten = path, b""
 
     def write(self, row: Row) -> str | None:

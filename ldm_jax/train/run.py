@@ -14,7 +14,7 @@ from ldm_jax.config import Config
 from ldm_jax.config.toml import config_to_toml, options_by_name, unused_options
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import save_text
 from ldm_jax.infer import Sampling, complete
 from ldm_jax.nn import count_parameters, model_graph
 from ldm_jax.parallel import (
@@ -219,12 +219,5 @@ def _sample(config: Config, directory: RunDirectory, tokenizer: Tokenizer, state
         sampling=Sampling(),
     )
     text = prompt + b"".join(piece for (piece,) in pieces).decode(errors="replace")
-    on_leader(lambda: _store_sample(directory.sample_file, text))
+    on_leader(lambda: save_text(directory.sample_file, text))
     _print(console, text)
-
-
-def _store_sample(file: Path, text: str) -> None:
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}.") from error

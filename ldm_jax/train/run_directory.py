@@ -14,7 +14,7 @@ from ldm_jax.config import Config
 from ldm_jax.config.toml import read_config
 from ldm_jax.data import Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
-from ldm_jax.files import name_aside, write_atomically
+from ldm_jax.files import acquire_lock, name_aside, save_text, writing
 from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, holds_checkpoints
@@ -23,7 +23,6 @@ from ldm_jax.train.identity import (
     RUN_FILE,
     STORE_FILE,
     Identity,
-    acquire_lock,
     check_store,
     make_identity,
     read_identity,
@@ -53,16 +52,14 @@ class RunDirectory:
                 f"the run directory is {self.path}, but only checkpoints can be in a bucket: give a local --run, and "
                 "set train.checkpoints to the bucket."
             )
-        try:
+        with writing(f"the run directory {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = [entry.name for entry in self.path.iterdir() if not _is_early(entry)]
             if foreign and not _is_run(self.path):
                 raise UserError(
                     f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}) and no run: give another --run."
                 )
-            self._lock = acquire_lock(self.lock_file)
-        except OSError as error:
-            raise UserError(f"the run directory {self.path} cannot be written: {error.strerror}.") from error
+            self._lock = acquire_lock(self.lock_file, "training in", "--run")
 
     def claim(self, checkpoints: Checkpoints, config: Config, corpus: str) -> list[str]:
         """Takes the store of checkpoints for this run. Until then, nothing in it has been changed.
@@ -98,11 +95,9 @@ class RunDirectory:
                 raise UserError(
                     f"{store} holds checkpoints of another {what}: {change}. Undo the change, or give another --run."
                 )
-        try:
-            write_identity(self.lock_file, identity)
-            write_identity(store / STORE_FILE, identity)
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be written: {error.strerror}.") from error
+        for file in (self.lock_file, store / STORE_FILE):
+            with writing(file):
+                write_identity(file, identity)
         return changes
 
     def _check_former_store(self, config: Config, store: epath.Path) -> None:
@@ -118,10 +113,7 @@ class RunDirectory:
 
     def store(self, config: str) -> None:
         """Writes config.toml, a config as TOML. Raises UserError if it cannot be written."""
-        try:
-            write_atomically(self.config_file, MARK + config)
-        except OSError as error:
-            raise UserError(f"{self.config_file} cannot be written: {error.strerror}.") from error
+        save_text(self.config_file, MARK + config)
 
     def restore_config(self, config: str, is_new: bool) -> list[str]:
         """Writes config.toml if it is lost or broken. Returns a sentence, unless the run is new. Raises UserError."""

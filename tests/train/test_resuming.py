@@ -13,13 +13,14 @@ from ldm_jax.config import AttentionImplementation, ComputeType, Config, MeshCon
 from ldm_jax.config.toml import read_config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
+from ldm_jax.files import acquire_lock
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form, HyperConfig, LDMConfig, MixerConfig, MixerKind
 from ldm_jax.train import load_run
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.device import adapt, check_device
-from ldm_jax.train.identity import acquire_lock, read_identity
+from ldm_jax.train.identity import read_identity
 from ldm_jax.train.metrics import MetricsFile, read_metrics
 from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.step import make_train_step, state_shapes
@@ -177,7 +178,8 @@ def test_a_directory_of_a_start_that_was_killed_early_is_used(tmp_path):
 
 def test_a_store_in_use_is_refused(run, tmp_path):
     config, path = run
-    with acquire_lock(path / "checkpoints" / ".run"), pytest.raises(UserError, match=r"another process .*checkpoints"):
+    lock = acquire_lock(path / "checkpoints" / ".run", "training in", "--run")
+    with lock, pytest.raises(UserError, match=r"another process .*checkpoints"):
         claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "finished")
 
 
