@@ -12,9 +12,8 @@ import jax
 import tyro
 
 from ldm_jax.bench import training as bench
-from ldm_jax.bench.generation import generation_rows
-from ldm_jax.bench.loader import loader_rows
 from ldm_jax.bench.table import Row, plot_memory, print_rows
+from ldm_jax.bench.throughput import generation_rows, loader_rows
 from ldm_jax.config import ComputeType
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.config.toml import read_config
@@ -127,17 +126,17 @@ def rows(arguments: Arguments) -> Iterator[Row]:
     """Yields the figures as they are measured."""
     key_dims = chosen(arguments.key_dims, (4, 16) if arguments.tpu is None else (8,))
     everywhere = (Form.RECURRENT, Form.DUAL) if arguments.tpu is None else tuple(Form)
-    subjects = chosen(arguments.modes, tuple(Backward)), chosen(arguments.forms, everywhere), key_dims
+    subjects = bench.subjects(chosen(arguments.modes, tuple(Backward)), chosen(arguments.forms, everywhere), key_dims)
     chip = None if arguments.tpu is None else tpu_chip(arguments.tpu)
     match arguments.what:
         case What.MEMORY:
-            return bench.memory_rows(chip, *subjects, arguments.depths or ((6, 12, 24) if chip is None else (24,)))
+            return bench.memory_rows(chip, subjects, arguments.depths or ((6, 12, 24) if chip is None else (24,)))
         case What.TRAFFIC:
-            return bench.traffic_rows(chip, *subjects, chosen(arguments.dtypes, tuple(ComputeType)))
+            return bench.traffic_rows(chip, subjects, chosen(arguments.dtypes, tuple(ComputeType)))
         case What.STEP:
-            return bench.step_rows(*subjects, arguments.step_depth, arguments.repetitions or 10)
+            return bench.step_rows(subjects, arguments.step_depth, arguments.repetitions or 10)
         case What.COMPILE:
-            return bench.compile_rows(*subjects, arguments.repetitions or 2)
+            return bench.compile_rows(subjects, arguments.repetitions or 2)
         case What.WRITE:
             return bench.write_rows(key_dims, arguments.repetitions or 10)
         case What.LOADER:

@@ -71,19 +71,13 @@ def preln(backward: Backward = Backward.REMAT) -> Subject:
     return Subject(MixerKind("preln"), Backward.STORED if backward is Backward.STORED else Backward.REMAT)
 
 
-def subjects(modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> Iterator[Subject]:
+def subjects(modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int]) -> list[Subject]:
     """LDM with every combination of the options."""
-    for key_dim, form, backward in itertools.product(key_dims, forms, modes):
-        yield Subject(MixerKind("ldm"), backward, form, key_dim)
+    every = itertools.product(key_dims, forms, modes)
+    return [Subject(MixerKind("ldm"), backward, form, key_dim) for key_dim, form, backward in every]
 
 
-def memory_rows(
-    chip: Chip | None,
-    modes: Sequence[Backward],
-    forms: Sequence[Form],
-    key_dims: Sequence[int],
-    depths: Sequence[int],
-) -> Iterator[Row]:
+def memory_rows(chip: Chip | None, subjects: Sequence[Subject], depths: Sequence[int]) -> Iterator[Row]:
     """Temporary memory of loss and gradient at every depth, and its slope per block between the last two depths.
 
     `ratio_to_preln` compares with PreLN in mode remat. For a TPU the attention is `local`, a stand-in that reads only
@@ -93,7 +87,7 @@ def memory_rows(
     attention = AttentionImplementation.XLA if chip is None else AttentionImplementation.LOCAL
     reference: dict[int, float | None] = {}
     reference_slope = None
-    for subject in [preln(), preln(Backward.STORED), *subjects(modes, forms, key_dims)]:
+    for subject in [preln(), preln(Backward.STORED), *subjects]:
         found = {}
         for depth in depths:
             config = subject.config(size, depth, attention=attention)
@@ -108,13 +102,7 @@ def memory_rows(
             yield subject.row("slope_per_block", many, slope, "bytes", reference_slope)
 
 
-def traffic_rows(
-    chip: Chip | None,
-    modes: Sequence[Backward],
-    forms: Sequence[Form],
-    key_dims: Sequence[int],
-    dtypes: Sequence[ComputeType],
-) -> Iterator[Row]:
+def traffic_rows(chip: Chip | None, subjects: Sequence[Subject], dtypes: Sequence[ComputeType]) -> Iterator[Row]:
     """HBM bytes and flops of loss and gradient, per block, on one chip.
 
     The compiler counts the body of a loop once, so the blocks are unrolled: (4 blocks - 2 blocks) / 2. Attention is
@@ -131,15 +119,13 @@ def traffic_rows(
 
     for dtype in dtypes:
         reference = measure(preln(), dtype)
-        for subject in [preln(), *subjects(modes, forms, key_dims)]:
+        for subject in [preln(), *subjects]:
             hbm_bytes, flops = reference if subject == preln() else measure(subject, dtype)
             yield subject.row("hbm_bytes", 4, hbm_bytes, "bytes", reference[0], str(dtype))
             yield subject.row("flops", 4, flops, "flops", reference[1], str(dtype))
 
 
-def step_rows(
-    modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], depth: int, repetitions: int
-) -> Iterator[Row]:
+def step_rows(subjects: Sequence[Subject], depth: int, repetitions: int) -> Iterator[Row]:
     """Median wall time of a training step on this machine; each mixer alternates with PreLN in rounds of its own.
 
     `ratio_to_preln` compares with PreLN in the same backward mode (remat for `reversible`) in these rounds. The row of
@@ -148,7 +134,7 @@ def step_rows(
     tokens = np.random.default_rng(0).integers(256, size=(CPU_SIZE.batch, CPU_SIZE.tokens // CPU_SIZE.batch + 1))
     batch = Batch(tokens.astype(np.int32), None)
     references: dict[Subject, Callable[[], Any]] = {}
-    for subject in subjects(modes, forms, key_dims):
+    for subject in subjects:
         reference = preln(subject.backward)
         new = reference not in references
         if new:
@@ -160,15 +146,13 @@ def step_rows(
         yield subject.row("step_seconds", depth, time, "seconds", reference_time)
 
 
-def compile_rows(
-    modes: Sequence[Backward], forms: Sequence[Form], key_dims: Sequence[int], repetitions: int
-) -> Iterator[Row]:
+def compile_rows(subjects: Sequence[Subject], repetitions: int) -> Iterator[Row]:
     """Median seconds to trace and compile loss and gradient for this machine; the depths 12 and 96 alternate.
 
     The caller must disable JAX's compilation cache.
     """
     reference = {}
-    for subject in [preln(), *subjects(modes, forms, key_dims)]:
+    for subject in [preln(), *subjects]:
         configs = {depth: subject.config(CPU_SIZE, depth) for depth in (12, 96)}
         runs = [functools.partial(compile_gradient, config, None) for config in configs.values()]
         for depth, times in zip(configs, alternating(runs, repetitions, warm_up=1), strict=True):

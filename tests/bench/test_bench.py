@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from ldm_jax.bench import training as bench
-from ldm_jax.bench.loader import loader_rows
 from ldm_jax.bench.table import plot_memory, print_rows, save_rows
+from ldm_jax.bench.throughput import loader_rows
 from ldm_jax.config import Config, DataConfig, ModelConfig
 from ldm_jax.errors import UserError
 from ldm_jax.memory import Backward
@@ -32,7 +32,7 @@ def small(monkeypatch):
 
 
 def test_memory_rows(small, tmp_path, capsys):
-    rows = list(bench.memory_rows(None, [Backward.REVERSIBLE], [Form.RECURRENT], [4], (2, 4)))
+    rows = list(bench.memory_rows(None, bench.subjects([Backward.REVERSIBLE], [Form.RECURRENT], [4]), (2, 4)))
     print_rows(rows, "a title")
     assert "slope_per_block  ldm    reversible recurrent   4     4" in capsys.readouterr().out
     assert {row.what for row in rows} == {"temporary_bytes", "slope_per_block"}
@@ -52,7 +52,7 @@ def test_memory_rows(small, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_step_rows_compare_with_the_same_backward_mode(small):
-    rows = list(bench.step_rows([Backward.REVERSIBLE], [Form.RECURRENT], [4], 1, 1))
+    rows = list(bench.step_rows(bench.subjects([Backward.REVERSIBLE], [Form.RECURRENT], [4]), 1, 1))
     assert [(row.mixer, row.backward) for row in rows] == [("preln", "remat"), ("ldm", "reversible")]
     assert rows[1].ratio_to_preln == pytest.approx(rows[1].value / rows[0].value)
 
@@ -78,7 +78,7 @@ def test_a_program_that_does_not_fit_is_a_row_without_a_value(small, monkeypatch
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: ran out of memory")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_without_memory)
-    rows = print_rows(bench.memory_rows(None, [], [], [], (1, 2)), "a title")  # PreLN alone
+    rows = print_rows(bench.memory_rows(None, [], (1, 2)), "a title")  # PreLN alone
     assert {(row.value, row.ratio_to_preln) for row in rows} == {(None, None)}
     assert "does not fit" in capsys.readouterr().out
 
