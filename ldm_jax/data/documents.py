@@ -9,10 +9,10 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ldm_jax.errors import UserError
 
@@ -86,40 +86,41 @@ class DocumentBatch(NamedTuple):
     next_position: Position
 
 
-@runtime_checkable
-class DocumentSource(Protocol):
+class DocumentSource:
     """Documents in a fixed order."""
 
     fingerprint: str
     """Changes when the source changes, as far as that can be seen without reading all of it."""
 
     def batches(self, position: Position) -> Iterator[DocumentBatch]:
-        """All documents from a position on. Resuming at a batch's `next_position` gives the batches that follow it."""
-        ...
+        """All documents from a position on, in batches that are worth tokenizing in parallel.
+
+        Resuming at a batch's `next_position` gives the documents that follow it.
+        """
+        texts, characters, position_after = [], 0, None
+        for text, position_after in self.documents(position):
+            texts.append(text)
+            characters += len(text)
+            if len(texts) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+                yield DocumentBatch(texts, position_after)
+                texts, characters = [], 0
+        if texts:
+            yield DocumentBatch(texts, position_after)
+
+    def documents(self, position: Position) -> Iterator[tuple[str, Position]]:
+        """All documents from a position on, each with the position after it."""
+        raise NotImplementedError
 
     def done(self, position: Position) -> float | None:
         """The approximate fraction of the source before a position; None if it is unknown."""
-        ...
+        del position
 
     def sample(self) -> Iterator[str]:
         """Documents to train a tokenizer on, in a fixed order."""
-        ...
+        return (text for text, _ in self.documents(None))
 
 
-def _in_batches(documents: Iterable[tuple[str, Position]]) -> Iterator[DocumentBatch]:
-    """Groups documents, each given with the position after it, into batches that are worth tokenizing in parallel."""
-    texts, characters, position = [], 0, None
-    for text, position in documents:
-        texts.append(text)
-        characters += len(text)
-        if len(texts) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield DocumentBatch(texts, position)
-            texts, characters = [], 0
-    if texts:
-        yield DocumentBatch(texts, position)
-
-
-class FileSource:
+class FileSource(DocumentSource):
     """Documents from files, in the order of the file names.
 
     Each row of a `.jsonl` (`.json`, `.ndjson`) or `.parquet` file is a document; any other file is one document. `.gz`
@@ -142,11 +143,9 @@ class FileSource:
         stamps = (f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(self._files, stats, strict=True))
         self.fingerprint = hashlib.blake2b("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()[:16]
 
-    def batches(self, position: Position) -> Iterator[DocumentBatch]:
+    def documents(self, position: Position) -> Iterator[tuple[str, Position]]:
         """All documents from a position `[file, row]` on."""
-        return _in_batches(self._documents(*(position or (0, 0))))
-
-    def _documents(self, first_file: int, first_row: int) -> Iterator[tuple[str, Position]]:
+        first_file, first_row = position or (0, 0)
         for number, file in enumerate(self._files[first_file:], first_file):
             start = first_row if number == first_file else 0
             for row, text in enumerate(islice(self._rows(file), start, None), start):
@@ -181,8 +180,10 @@ class FileSource:
             raise UserError(f"{file} cannot be read: {error}.") from error
 
 
-class HubSource:
+class HubSource(DocumentSource):
     """Rows of a data set on the Hugging Face hub, or of a local directory with the same layout, read as a stream.
+
+    Its sample is the start of the stream: a sample of the whole stream would take as long as reading all of it.
 
     Raises:
         UserError: the library `datasets` is missing. When read: the data set cannot be opened.
@@ -194,18 +195,8 @@ class HubSource:
         self._options = {"name": subset, "split": split, "revision": revision, "streaming": True}
         self.fingerprint = f"{name} {subset} {split} {revision}"
 
-    def batches(self, position: Position) -> Iterator[DocumentBatch]:
+    def documents(self, position: Position) -> Iterator[tuple[str, Position]]:
         """All documents from a state of the stream on."""
-        return _in_batches(self._documents(position))
-
-    def done(self, position: Position) -> None:
-        """None: the length of a stream is unknown."""
-
-    def sample(self) -> Iterator[str]:
-        """The documents in order: drawing them from the whole stream would take as long as reading all of it."""
-        return (text for text, _ in self._documents(None))
-
-    def _documents(self, position: Position) -> Iterator[tuple[str, Position]]:
         try:
             rows = self._load(self._name, **self._options)
             if position is not None:
