@@ -20,10 +20,7 @@ def check_option_types(options: Any) -> None:
 def converted(name: str, hint: Any, value: Any) -> Any:
     """The value as its declared type: an enum's value as the member, a list as a tuple, a whole number as a float.
 
-    Args:
-        name: used in error messages.
-        hint: a class, `tuple[X, ...]` of any length, or `X | None`.
-        value: what the option was set to.
+    `hint` is a class, `tuple[X, ...]` of any length, or `X | None`.
 
     Raises:
         ValueError: the value has another type, or is not a number where a float is declared.

@@ -257,9 +257,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
 def extended_grid(rates: Sequence[float], losses: Mapping[float, float]) -> list[float]:
     """The grid of a method's rates, extended at the edge where the best rate is, as far as it is known by now.
 
-    Args:
-        rates: the grid that tuning starts from, of at least two rates.
-        losses: losses by rate. Rates that are not in the grid so far are ignored.
+    Tuning starts from `rates`, at least two. Losses at rates that are not in the grid so far are ignored.
     """
     grid = sorted(set(rates))
     ratio = grid[1] / grid[0]

@@ -378,11 +378,9 @@ class MeshConfig:
             check(value is None or value >= 1, f"{name} is {value}, but it must be at least 1.")
 
     def sizes(self, devices: int, batch: int) -> dict[MeshAxis, int]:
-        """The size of each axis. If `data` is None it is the largest that the devices allow and that divides the batch.
+        """The size of each axis on so many devices, if `batch` windows are computed at a time.
 
-        Args:
-            devices: number of devices.
-            batch: number of windows that are computed at a time.
+        If `data` is None, it is the largest that the devices allow and that divides the batch.
 
         Raises:
             ValueError: the product is not the number of devices, or, if `data` is None, does not divide it.

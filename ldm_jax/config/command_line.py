@@ -213,9 +213,7 @@ def require_matplotlib() -> None:
 def run_script(main: Callable[[], None], when_interrupted: str = "interrupted.") -> None:
     """Runs a script's main. A `UserError` is printed as one sentence, with exit status 1 (`DivergedError`: 3).
 
-    Args:
-        main: the script's function.
-        when_interrupted: printed after Ctrl-C.
+    After Ctrl-C, `when_interrupted` is printed.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # instead of the handler during the imports

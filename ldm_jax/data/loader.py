@@ -168,13 +168,9 @@ def load_data(config: DataConfig, vocabulary: int) -> Data:
 
 
 def load_validation_text(path: str, config: DataConfig, tokenizer: Tokenizer) -> ValidationText:
-    """Loads other text to evaluate a model on.
+    """Loads other text to evaluate a model on, which was trained on the config's data with this tokenizer.
 
-    Args:
-        path: a file, a pattern of files, or a corpus written by `scripts/prepare_data.py`, of which the validation part
-            is used.
-        config: the data that the model was trained on.
-        tokenizer: the model's tokenizer.
+    `path` is a file, a pattern of files, or a prepared corpus, of which the validation part is used.
 
     Raises:
         UserError: the text cannot be read, is shorter than one window, or was prepared with another tokenizer.

@@ -57,13 +57,9 @@ def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " wind
 def make_evaluate(
     graph: nnx.GraphDef[Transformer], batch_size: int, bytes_per_token: float = 1.0, end_of_document: int | None = None
 ) -> Callable[[object, ValidationWindows], Evaluation]:
-    """A function that evaluates parameters on windows.
+    """A function that evaluates parameters on windows, `batch_size` at a time.
 
-    Args:
-        graph: structure of the model.
-        batch_size: windows that are evaluated at a time.
-        bytes_per_token: mean bytes of text per token, without the end-of-document tokens.
-        end_of_document: the end-of-document token. None: all tokens are text.
+    `bytes_per_token` leaves out the tokens `end_of_document`; where that is None, all tokens are text.
     """
 
     @jax.jit

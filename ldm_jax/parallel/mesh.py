@@ -16,14 +16,10 @@ from ldm_jax.sharding import ALONG, Axis, MeshAxis
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a config.
+    """The mesh of a config on these devices; None: on all.
 
     `tensor` gets the fastest links between devices, and `data` the slowest, those between slices. If `mesh.data` is
     None, it becomes the largest size that divides the batch; some devices may then stay idle.
-
-    Args:
-        config: the options in `[mesh]`, and the sizes that they must divide.
-        devices: the devices to use; None for all.
 
     Raises:
         UserError: the mesh does not fit the devices, or does not divide a size that it shards, or a job of several

@@ -47,14 +47,6 @@ class Progress(NamedTuple):
     """Content of the tokenizer's files, by file name."""
 
 
-class SavedConfig(NamedTuple):
-    """What the training state in a checkpoint was trained with."""
-
-    config: Config
-    corpus: str
-    """Fingerprint of the corpora."""
-
-
 class Checkpoints:
     """The checkpoints in a directory: the latest `keep`, and all whose step is a multiple of `keep_every`.
 
@@ -63,7 +55,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: epath.PathLike, keep: int, keep_every: int | None = None):
-        self._directory = storage_path(directory)
+        self.directory = storage_path(directory)
+        """Where the checkpoints are; this may be a bucket."""
         several = jax.process_count() > 1
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -78,34 +71,29 @@ class Checkpoints:
         )
         silence_background_errors()
         try:
-            self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+            self._manager = ocp.CheckpointManager(self.directory, options=self._options)
         except Exception as error:  # storage drivers raise types of their own
-            raise UserError(f"{self._directory} cannot be read: {storage_error(error)}") from error
+            raise UserError(f"{self.directory} cannot be read: {storage_error(error)}") from error
         self._saving: int | None = None
         self._lock: TextIO | None = None
 
-    @property
-    def directory(self) -> epath.Path:
-        """Where the checkpoints are; this may be a bucket."""
-        return self._directory
-
     def lock(self) -> None:
         """Locks the directory (a bucket cannot be) until `close`. Raises UserError if it is in use, or not writable."""
-        if not in_bucket(self._directory):
-            with writing(self._directory):
-                self._lock = acquire_lock(Path(self._directory / STORE_FILE), "training in", "--run")
+        if not in_bucket(self.directory):
+            with writing(self.directory):
+                self._lock = acquire_lock(Path(self.directory / STORE_FILE), "training in", "--run")
 
-    def last_config(self) -> SavedConfig | None:
-        """The config in the newest checkpoint that has one which can be read. None if there is none."""
+    def last_config(self) -> tuple[Config, str] | None:
+        """The config and the corpus's fingerprint in the newest checkpoint where they can be read; None: in none."""
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 progress, digest = (
-                    json.loads((self._directory / str(step) / item / "metadata").read_text())
+                    json.loads((self.directory / str(step) / item / "metadata").read_text())
                     for item in ("progress", "fingerprint")
                 )
                 if _digest(progress) == digest["progress"]:
-                    config = parse_config(progress["config"], f"the config of step {step} in {self._directory}")
-                    return SavedConfig(config, progress["corpus"])
+                    config = parse_config(progress["config"], f"the config of step {step} in {self.directory}")
+                    return config, progress["corpus"]
             except (OSError, ValueError, TypeError, KeyError, UserError):
                 continue
         return None
@@ -155,8 +143,8 @@ class Checkpoints:
         """
         if is_leader():
             with contextlib.suppress(Exception):  # of storage drivers, too; the next start tries again
-                complete = {str(step) for step in ocp.utils.checkpoint_steps(self._directory)}
-                for entry in self._directory.iterdir():
+                complete = {str(step) for step in ocp.utils.checkpoint_steps(self.directory)}
+                for entry in self.directory.iterdir():
                     unmarked = in_bucket(entry) and entry.name.isdecimal() and entry.name not in complete
                     if unmarked or entry.name.endswith(".orbax-checkpoint-tmp"):
                         entry.rmtree()
@@ -172,17 +160,17 @@ class Checkpoints:
         with contextlib.suppress(Exception):  # of storage that cannot even be read
             self._manager.reload()  # else it can list the failed checkpoint
         latest = self.latest_step()
-        return f"the checkpoint of step {step} could not be written to {self._directory}: {why} " + (
+        return f"the checkpoint of step {step} could not be written to {self.directory}: {why} " + (
             "There is no earlier one." if latest is None else f"The checkpoint of step {latest} is kept."
         )
 
     def _lack_of_space(self, state: TrainState) -> str | None:
         """Checked before a save, because a save that fails halfway costs its whole time."""
-        if in_bucket(self._directory):
+        if in_bucket(self.directory):
             return None
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + SPARE_BYTES
         try:
-            free = shutil.disk_usage(self._directory).free
+            free = shutil.disk_usage(self.directory).free
         except OSError as error:
             return _reason(error)
         if free >= needed:
@@ -190,13 +178,10 @@ class Checkpoints:
         return f"it needs {needed / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.1f} MB left."
 
     def restore_latest(self, like: TrainState) -> tuple[TrainState, Progress, list[str]] | None:
-        """Restores the newest checkpoint that is intact.
+        """Restores the newest checkpoint that is intact, with the shapes, types and shardings of the state `like`.
 
         A checkpoint that cannot be read, or whose content does not match its fingerprint, is skipped. Nothing on disk
         changes, because another process may be training there.
-
-        Args:
-            like: a state with the shapes, types and shardings wanted.
 
         Returns:
             State, progress, and a warning for each skipped checkpoint; None if there is no checkpoint at all.
@@ -213,18 +198,18 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:
-                removed = not (self._directory / str(step)).exists()
+                removed = not (self.directory / str(step)).exists()
                 if removed and jax.process_count() == 1:  # by another process, which trains and keeps only the latest
                     self._manager.reload()
                     return self.restore_latest(like)
                 why = _reason(error)
             if (why := _reason_of_all(why)) is not None:
-                warnings.append(f"the checkpoint of step {step} in {self._directory} is corrupt: {why}")
+                warnings.append(f"the checkpoint of step {step} in {self.directory} is corrupt: {why}")
             elif restored is not None:
                 return *restored, warnings
         if warnings:
             raise UserError(
-                f"no checkpoint in {self._directory} can be read: {warnings[0]} Restore one from a backup, or give "
+                f"no checkpoint in {self.directory} can be read: {warnings[0]} Restore one from a backup, or give "
                 "another --run."
             )
         return None
@@ -251,7 +236,7 @@ class Checkpoints:
             ValueError: the checkpoint has other arrays.
             UserError: it was saved in JAX's 64-bit mode by an earlier version, and the mode is off.
         """
-        metadata = ocp.StandardCheckpointHandler().metadata(self._directory / str(step) / "state")
+        metadata = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / "state")
         saved = {array.name: array for array in jax.tree.leaves(metadata.tree)}
         arrays, structure = jax.tree_util.tree_flatten_with_path(target)
         wanted = {jax.tree_util.keystr(path, simple=True, separator="."): array for path, array in arrays}
@@ -261,7 +246,7 @@ class Checkpoints:
                 raise ValueError(f"{name} is {found} in it, but must be {expected}")
             if "float64" in found and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
                 raise UserError(
-                    f"the checkpoint of step {step} in {self._directory} was saved in JAX's 64-bit mode ({name} is "
+                    f"the checkpoint of step {step} in {self.directory} was saved in JAX's 64-bit mode ({name} is "
                     f"{found}): set JAX_ENABLE_X64=1 and train some steps; what is then saved can be read in any mode."
                 )
         return jax.tree.unflatten(structure, [each.update(dtype=saved[name].dtype) for name, each in wanted.items()])
@@ -273,8 +258,8 @@ class Checkpoints:
         """
         for step in self._manager.all_steps() if is_leader() else ():
             if step > later_than:
-                names = (self._directory / f"{step}.corrupt{number or ''}" for number in itertools.count())
-                (self._directory / str(step)).rename(next(name for name in names if not name.exists()))
+                names = (self.directory / f"{step}.corrupt{number or ''}" for number in itertools.count())
+                (self.directory / str(step)).rename(next(name for name in names if not name.exists()))
         wait_for_all()
         self._manager.reload()
 

@@ -41,15 +41,10 @@ def write_identity(file: epath.PathLike, identity: Identity) -> None:
 
 
 def check_store(store: epath.Path, run: Path, own: Identity | None) -> Identity | None:
-    """The identity in a store of checkpoints; None if no run has claimed the store.
+    """The identity in a store of checkpoints, for a run with its own identity; None if no run has claimed the store.
 
     A run's directory without identity is new, or it was lost and is made again. It may use the checkpoints in itself,
     and those of a run whose directory has the same name.
-
-    Args:
-        store: the directory or bucket.
-        run: the run's directory.
-        own: the identity in it.
 
     Raises:
         UserError: the store holds the checkpoints of another run.

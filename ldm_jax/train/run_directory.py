@@ -62,12 +62,9 @@ class RunDirectory:
             self._lock = acquire_lock(self.lock_file, "training in", "--run")
 
     def claim(self, checkpoints: Checkpoints, config: Config, corpus: str) -> list[str]:
-        """Takes the store of checkpoints for this run. Until then, nothing in it has been changed.
+        """Takes the store of checkpoints for this run, whose text has the fingerprint `corpus`.
 
-        Args:
-            checkpoints: the store.
-            config: what the run is started with.
-            corpus: the fingerprint of its text.
+        Until then, nothing in the store has been changed.
 
         Returns:
             A phrase for each option that has changed since the last checkpoint.
@@ -88,9 +85,10 @@ class RunDirectory:
         if (saved := checkpoints.last_config()) is None:
             self._check_former_store(config, store)
         else:
-            model, text, others = find_changes(saved.config, config)
+            saved_config, saved_corpus = saved
+            model, text, others = find_changes(saved_config, config)
             changes = [*text, *others]
-            if model or (text and saved.corpus != corpus):
+            if model or (text and saved_corpus != corpus):
                 what, change = ("model", model[0]) if model else ("text", text[0])
                 raise UserError(
                     f"{store} holds checkpoints of another {what}: {change}. Undo the change, or give another --run."
@@ -198,9 +196,9 @@ def load_run(path: Path) -> TrainedRun:
     with contextlib.closing(Checkpoints(store, keep=1)) as checkpoints:
         check_store(checkpoints.directory, path, read_identity(path / RUN_FILE))
         saved = checkpoints.last_config()
-        if saved is not None and (config is None or find_changes(saved.config, config).model):
+        if saved is not None and (config is None or find_changes(saved[0], config).model):
             _print(f"warning: {file} is lost, broken or of another model: the config of the last checkpoint is used.")
-            config = saved.config
+            config = saved[0]
         config = read_config(file) if config is None else config
         config, replaced = adapt(config)
         restored = checkpoints.restore_latest(make_state(config))
