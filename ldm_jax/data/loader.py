@@ -282,33 +282,20 @@ def _check_length(kind: str, parts: Sequence[Part], context: int) -> None:
             )
 
 
-class _RandomWindow(grain.transforms.RandomMap):
-    def __init__(self, tokens: UInt8[np.ndarray, " tokens"], context: int):
-        self._tokens, self._context = tokens, context
-
-    def random_map(self, element: int, rng: np.random.Generator) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        del element
-        start = rng.integers(len(self._tokens) - self._context)
-        return self._tokens[start : start + self._context + 1].astype(np.int32)
-
-
 def random_windows(tokens: UInt8[np.ndarray, " tokens"], context: int, seed: int) -> grain.MapDataset:
     """Endless windows `[T + 1]` at random positions. A window depends only on its index and the seed."""
-    return grain.MapDataset.range(ENDLESS).seed(seed).random_map(_RandomWindow(tokens, context))
+
+    def window(_: int, rng: np.random.Generator) -> Int32[np.ndarray, " T_and_next"]:
+        start = rng.integers(len(tokens) - context)
+        return tokens[start : start + context + 1].astype(np.int32)
+
+    return grain.MapDataset.range(ENDLESS).seed(seed).random_map(window)
 
 
-class _ConsecutiveWindows:
-    """All windows of a part in order; the last token of one is the first token of the next."""
-
-    def __init__(self, tokens: TokenSequence, context: int):
-        self._tokens, self._context = tokens, context
-
-    def __len__(self) -> int:
-        return count_windows(self._tokens, self._context)
-
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " T_and_next"]:
-        start = index * self._context
-        return np.asarray(self._tokens[start : start + self._context + 1], np.int32)
+def _consecutive_windows(tokens: TokenSequence, context: int) -> grain.MapDataset:
+    """All windows in order; the last token of one is the first token of the next."""
+    starts = grain.MapDataset.range(0, context * count_windows(tokens, context), context)
+    return starts.map(lambda start: np.asarray(tokens[start : start + context + 1], np.int32))
 
 
 def count_windows(tokens: TokenSequence, context: int) -> int:
@@ -327,7 +314,7 @@ def shuffled_windows(
     # Grain shuffles epoch e with seed + e, so with nearby seeds one corpus would repeat the order of another.
     seeds: UInt64[np.ndarray, " corpora"] = np.random.SeedSequence(seed).generate_state(len(corpora))
     windows = [
-        grain.MapDataset.source(_ConsecutiveWindows(tokens, context)).shuffle(int(corpus_seed)).repeat()
+        _consecutive_windows(tokens, context).shuffle(int(corpus_seed)).repeat()
         for tokens, corpus_seed in zip(corpora, seeds, strict=True)
     ]
     return grain.MapDataset.mix(windows, weights) if len(windows) > 1 else windows[0]
