@@ -5,14 +5,14 @@ from pathlib import Path
 
 import interruptible  # noqa: F401 (first)
 
-from ldm_jax.config.command_line import parse_train_arguments, run_script
+from ldm_jax.config.command_line import TrainArguments, parse_over_config, run_script
 from ldm_jax.parallel import join
 from ldm_jax.train import train
 
 
 def main() -> None:
     """Parses the command line and trains."""
-    arguments = parse_train_arguments(sys.argv[1:])
+    arguments = parse_over_config(TrainArguments, sys.argv[1:])
     if (hosts := arguments.hosts) is not None:
         join(hosts)
     train(arguments.config, arguments.run or Path("runs") / arguments.config_file.stem)

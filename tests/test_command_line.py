@@ -16,7 +16,6 @@ from ldm_jax.config.command_line import (
     override,
     parse,
     parse_over_config,
-    parse_train_arguments,
     run_script,
     split_overrides,
 )
@@ -115,7 +114,7 @@ def test_the_home_directory_in_paths(monkeypatch, tmp_path):
     arguments = parse(PathArguments, ["~/run", "--files", "a", "~/b", "--out", "~"])
     assert arguments == PathArguments(tmp_path / "run", (Path("a"), tmp_path / "b"), tmp_path)
     with pytest.raises(UserError, match=str(tmp_path / "c.toml")):
-        parse_train_arguments(["~/c.toml"])
+        parse_over_config(TrainArguments, ["~/c.toml"])
 
 
 def test_flags_override_any_config():

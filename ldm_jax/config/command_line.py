@@ -143,11 +143,6 @@ class TrainArguments(ConfigArguments):
             raise UserError(str(error)) from error
 
 
-def parse_train_arguments(arguments: list[str]) -> TrainArguments:
-    """Parses the arguments of scripts/train.py, as `parse_over_config`."""
-    return parse_over_config(TrainArguments, arguments)
-
-
 def parse_over_config(arguments_type: type[OverConfig], arguments: list[str]) -> OverConfig:
     """Reads the config file that the arguments start with, and overrides it by the flags.
 
@@ -217,7 +212,8 @@ def run_script(main: Callable[[], None], when_interrupted: str = "interrupted.")
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # instead of the handler during the imports
-    use_compilation_cache()
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # generated text need not be valid in the terminal's encoding
     with ending_together():
@@ -245,10 +241,3 @@ def _run(main: Callable[[], None], when_interrupted: str) -> None:
     except BrokenPipeError:  # the reader of the output has exited, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-def use_compilation_cache() -> None:
-    """Caches compiled programs in the user's cache directory, unless JAX_COMPILATION_CACHE_DIR is set."""
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is not None:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))

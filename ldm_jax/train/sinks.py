@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import config_to_table
@@ -15,57 +15,6 @@ from ldm_jax.errors import UserError
 from ldm_jax.files import write_atomically
 from ldm_jax.parallel import is_leader
 from ldm_jax.train.metrics import MetricsFile, Row
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """A destination of metrics."""
-
-    def write(self, row: Row) -> str | None:
-        """Writes a row; its `step` never decreases. Returns None, or why it cannot be written, as a sentence."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is buffered and releases files and connections."""
-        ...
-
-
-class MetricsLogger:
-    """All sinks of a run that starts after `step`. Only process 0 has any.
-
-    Raises:
-        UserError: a package is not installed, or `metrics.jsonl` cannot be written.
-    """
-
-    def __init__(self, config: Config, run: Path, step: int):
-        self._sinks: list[Sink] = []
-        self.warning: str | None = None
-        """A sentence about a former `metrics.jsonl` that was kept under another name."""
-        if is_leader():
-            file = MetricsFile(run / "metrics.jsonl", step)
-            self.warning = file.warning
-            self._sinks = [file, *make_sinks(config, run, step)]
-
-    def write(self, row: Row) -> list[str]:
-        """Writes a row to every sink. Returns a sentence for each sink that failed."""
-        return [failure for sink in self._sinks if (failure := sink.write(row)) is not None]
-
-    def close(self) -> None:
-        """Closes all sinks."""
-        for sink in self._sinks:
-            sink.close()
-
-
-def make_sinks(config: Config, run: Path, step: int) -> list[Sink]:
-    """The sinks that `[log]` selects, for a run that starts after `step`. Raises UserError if a package is missing."""
-    sinks: list[Sink] = []
-    if config.log.tensorboard:
-        _require("tensorboardX", "log.tensorboard is true", "tensorboard")
-        sinks.append(TensorBoard(run / "tensorboard", step))
-    if config.log.wandb_project is not None:
-        _require("wandb", f"log.wandb_project is {config.log.wandb_project}", "wandb")
-        sinks.append(WeightsAndBiases(config, run))
-    return sinks
 
 
 class TensorBoard:
@@ -181,3 +130,45 @@ def _scalars(row: Row) -> Iterator[tuple[str, float]]:
 def _require(package: str, because: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{because}, but {package} is not installed: pip install -e '.[{extra}]'.")
+
+
+Sink = MetricsFile | TensorBoard | WeightsAndBiases
+"""A destination of metrics: `write` returns None, or why a row cannot be written, as a sentence."""
+
+
+def make_sinks(config: Config, run: Path, step: int) -> list[Sink]:
+    """The sinks that `[log]` selects, for a run that starts after `step`. Raises UserError if a package is missing."""
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        _require("tensorboardX", "log.tensorboard is true", "tensorboard")
+        sinks.append(TensorBoard(run / "tensorboard", step))
+    if config.log.wandb_project is not None:
+        _require("wandb", f"log.wandb_project is {config.log.wandb_project}", "wandb")
+        sinks.append(WeightsAndBiases(config, run))
+    return sinks
+
+
+class MetricsLogger:
+    """All sinks of a run that starts after `step`. Only process 0 has any.
+
+    Raises:
+        UserError: a package is not installed, or `metrics.jsonl` cannot be written.
+    """
+
+    def __init__(self, config: Config, run: Path, step: int):
+        self._sinks: list[Sink] = []
+        self.warning: str | None = None
+        """A sentence about a former `metrics.jsonl` that was kept under another name."""
+        if is_leader():
+            file = MetricsFile(run / "metrics.jsonl", step)
+            self.warning = file.warning
+            self._sinks = [file, *make_sinks(config, run, step)]
+
+    def write(self, row: Row) -> list[str]:
+        """Writes a row to every sink; its `step` never decreases. Returns a sentence for each sink that failed."""
+        return [failure for sink in self._sinks if (failure := sink.write(row)) is not None]
+
+    def close(self) -> None:
+        """Closes all sinks."""
+        for sink in self._sinks:
+            sink.close()

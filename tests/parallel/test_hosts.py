@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from jobs import HEARTBEAT_SECONDS, ROOT, Job, train_alone
-from ldm_jax.config.command_line import parse_train_arguments
+from ldm_jax.config.command_line import TrainArguments, parse_over_config
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.errors import UserError
 from ldm_jax.parallel import Hosts, LocalRows, first_failure, is_leader, join, on_leader, require_same
@@ -255,10 +255,10 @@ def test_an_unusable_address_is_an_immediate_error():
 
 def test_flags():
     config = str(ROOT / "configs" / "tiny.toml")
-    assert parse_train_arguments([config]).hosts is None
-    both = parse_train_arguments([config, "--distributed", "a:1", "--process", "1", "--processes", "2"])
+    assert parse_over_config(TrainArguments, [config]).hosts is None
+    both = parse_over_config(TrainArguments, [config, "--distributed", "a:1", "--process", "1", "--processes", "2"])
     assert both.hosts == Hosts("a:1", 1, 2)
     with pytest.raises(UserError, match="need --distributed"):
-        _ = parse_train_arguments([config, "--process", "1"]).hosts
+        _ = parse_over_config(TrainArguments, [config, "--process", "1"]).hosts
     with pytest.raises(UserError, match="leave them out"):
-        _ = parse_train_arguments([config, "--distributed", "auto", "--process", "1"]).hosts
+        _ = parse_over_config(TrainArguments, [config, "--distributed", "auto", "--process", "1"]).hosts
