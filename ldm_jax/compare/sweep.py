@@ -63,10 +63,9 @@ class Sweep:
             with self._locked(), _terminate_as_interrupt():
                 finished = self.finished(runs)
                 if missing := [run for run in runs if run.key not in finished]:
-                    self.say(
-                        f"{_count(len(runs))}: {len(runs) - len(missing)} finished, {len(missing)} to train, "
-                        f"{self.jobs} at a time"
-                    )
+                    count = f"{len(runs)} run" + "s" * (len(runs) != 1)
+                    done = len(runs) - len(missing)
+                    self.say(f"{count}: {done} finished, {len(missing)} to train, {self.jobs} at a time")
                     self._train(missing, finished)
         except OSError as error:
             raise UserError(f"{self.directory} cannot be written: {error.strerror}. Finished runs are kept.") from error
@@ -274,10 +273,6 @@ def extended_grid(rates: Sequence[float], losses: Mapping[float, float]) -> list
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")
-
-
-def _count(runs: int) -> str:
-    return f"{runs} run" + ("" if runs == 1 else "s")
 
 
 def _label(method: str, rate: float, seed: int) -> str:

@@ -48,6 +48,7 @@ from ldm_jax.data.tokenizer import (
 )
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, write_atomically
+from ldm_jax.options import check
 from ldm_jax.progress import PreparationLine
 
 BPE = "bpe"
@@ -90,17 +91,15 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         for name, least in (("vocabulary", 257), ("sample_bytes", 1), ("shard_tokens", 1), ("document_bytes", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}, but it must be at least {least}.")
-        if not 0 <= self.validation_fraction <= 1:
-            raise ValueError(f"validation_fraction is {self.validation_fraction}, but it must lie in [0, 1].")
-        if self.validation_fraction == 1 and self.tokenizer == BPE:
-            raise ValueError(
-                "validation_fraction is 1, so there is no text to train a bpe on: give the tokenizer.json of the "
-                "corpus of the training text."
-            )
-        if bool(self.files) == (self.dataset is not None):
-            raise ValueError("give either files or a dataset.")
+            check(value is None or value >= least, f"{name} is {value}, but it must be at least {least}.")
+        fraction = self.validation_fraction
+        check(0 <= fraction <= 1, f"validation_fraction is {fraction}, but it must lie in [0, 1].")
+        check(
+            fraction < 1 or self.tokenizer != BPE,
+            "validation_fraction is 1, so there is no text to train a bpe on: give the tokenizer.json of the corpus of "
+            "the training text.",
+        )
+        check(bool(self.files) != (self.dataset is not None), "give either files or a dataset.")
 
     def source(self) -> DocumentSource:
         """The documents. Raises UserError."""

@@ -1,9 +1,14 @@
-"""The directory of a run: its config, metrics, checkpoints and sample."""
+"""The directory of a run: its config, metrics, checkpoints and sample, and its identity.
+
+The identity is kept in the directory and in the store of checkpoints, so that no two runs share either.
+"""
 
 import contextlib
+import json
 import re
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,20 +24,51 @@ from ldm_jax.nn import Params, Transformer, model_graph
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, holds_checkpoints
 from ldm_jax.train.device import adapt
-from ldm_jax.train.identity import (
-    RUN_FILE,
-    STORE_FILE,
-    Identity,
-    check_store,
-    make_identity,
-    read_identity,
-    write_identity,
-)
 from ldm_jax.train.step import make_state
-from ldm_jax.train.storage import storage_path
+from ldm_jax.train.storage import STORE_FILE, storage_path
 
 MARK = "# The whole config of this run, written by ldm_jax.\n"
 """The first line of a run's config."""
+RUN_FILE = ".lock"
+"""The file in a run's directory that holds its identity, and is locked in training."""
+
+
+class Identity(NamedTuple):
+    """A run, as it is named in its directory and in its store of checkpoints."""
+
+    id: str
+    """Random, made when the run is started."""
+    run: str
+    """The run's directory at its last start."""
+
+
+def read_identity(file: epath.PathLike) -> Identity | None:
+    """The identity in a file; None if the file does not exist, or is empty as in runs of earlier versions."""
+    try:
+        return Identity(**json.loads(epath.Path(file).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def check_store(store: epath.Path, run: Path, own: Identity | None) -> Identity | None:
+    """The identity in a store of checkpoints, for a run with its own identity; None if no run has claimed the store.
+
+    A run's directory without identity is new, or it was lost and is made again. It may use the checkpoints in itself,
+    and those of a run whose directory has the same name.
+
+    Raises:
+        UserError: the store holds the checkpoints of another run.
+    """
+    found = read_identity(store / STORE_FILE)
+    if found is None or (own is not None and own.id == found.id):
+        return found
+    inside = Path(store).absolute().parent == run.absolute()
+    if own is None and (inside or Path(found.run).name == run.absolute().name):
+        return found
+    raise UserError(
+        f"{store} holds the checkpoints of the run {found.run}, not of {run}: give another train.checkpoints, or "
+        f"--run {found.run}."
+    )
 
 
 class RunDirectory:
@@ -80,7 +116,7 @@ class RunDirectory:
         checkpoints.lock()
         found = check_store(store, self.path, own)
         known = None if copied else found or own
-        identity = make_identity(here) if known is None else known._replace(run=here)
+        identity = Identity(uuid.uuid4().hex, here) if known is None else known._replace(run=here)
         changes: list[str] = []
         if (saved := checkpoints.last_config()) is None:
             self._check_former_store(config, store)
@@ -94,8 +130,8 @@ class RunDirectory:
                     f"{store} holds checkpoints of another {what}: {change}. Undo the change, or give another --run."
                 )
         for file in (self.lock_file, store / STORE_FILE):
-            with writing(file):
-                write_identity(file, identity)
+            with writing(file):  # in place, because the file may be locked
+                epath.Path(file).write_text(json.dumps(identity._asdict()))
         return changes
 
     def _check_former_store(self, config: Config, store: epath.Path) -> None:

@@ -10,6 +10,9 @@ from etils import epath
 from ldm_jax.errors import UserError
 from ldm_jax.parallel import first_failure
 
+STORE_FILE = ".run"
+"""The file in a store of checkpoints that holds the identity of their run, and is locked in training, if local."""
+
 
 def in_bucket(where: epath.PathLike) -> bool:
     """Whether a path is in a bucket (`gs://BUCKET/DIRECTORY`)."""

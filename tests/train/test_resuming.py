@@ -20,9 +20,8 @@ from ldm_jax.train import load_run
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.device import adapt, check_device
-from ldm_jax.train.identity import read_identity
 from ldm_jax.train.metrics import MetricsFile, read_metrics
-from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
+from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory, read_identity
 from ldm_jax.train.step import make_train_step, state_shapes
 from ldm_jax.train.storage import require_writable
 from runs import assert_same_bits, quietly, tiny, with_optimizer, with_train, without_memory
