@@ -12,10 +12,9 @@ import interruptible  # noqa: F401 (first)
 import tyro
 
 from ldm_jax.compare.costs import update_costs
-from ldm_jax.compare.plan import say_plan
 from ldm_jax.compare.results import BASELINE, check_baseline, report
 from ldm_jax.compare.runs import read_runs
-from ldm_jax.compare.sweep import Sweep
+from ldm_jax.compare.sweep import Sweep, say_plan
 from ldm_jax.config.command_line import override, parse, run_script, split_overrides
 from ldm_jax.config.toml import read_methods
 from ldm_jax.errors import UserError

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from ldm_jax.compare.costs import MethodCosts, read_costs, update_costs
-from ldm_jax.compare.plan import missing_runs, say_plan
 from ldm_jax.compare.results import check_baseline, markdown, mean, report, results
 from ldm_jax.compare.runs import config_hash, make_run, read_runs
-from ldm_jax.compare.sweep import Sweep
+from ldm_jax.compare.sweep import Sweep, missing_runs, say_plan
 from ldm_jax.config import Config, MeshConfig, TrainConfig
 from ldm_jax.config.toml import REMOVED_OPTIONS, read_config, read_methods
 from ldm_jax.errors import UserError
