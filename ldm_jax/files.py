@@ -15,8 +15,7 @@ from ldm_jax.errors import UserError
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file beside `path` for writing; at the end it is flushed to disk and renamed to `path`.
 
-    Raises:
-        OSError: the file cannot be written; the old file is unchanged.
+    If the file cannot be written, this raises OSError, and the old file is unchanged.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:

@@ -17,15 +17,9 @@ STYLES = {"additive": "o:", "delta": "s-.", "rls": "^-", BATCH: "kx"}
 
 
 def plot_comparison(rows: Sequence[MethodResult], directory: Path) -> list[Path]:
-    """Writes `curves.png`, `final_losses.png` and, if there are costs, `loss_against_compute.png`.
+    """Writes `curves.png`, `final_losses.png` and, with costs, `loss_against_compute.png`; returns their paths.
 
-    Methods that diverged are left out.
-
-    Returns:
-        The paths of the plots.
-
-    Raises:
-        UserError: a plot cannot be written.
+    Methods that diverged are left out. Raises UserError if a plot cannot be written.
     """
     finite = [row for row in rows if np.isfinite(row.loss.mean)]
     if not finite:

@@ -88,11 +88,7 @@ class Sweep:
     ) -> dict[str, float]:
         """Tunes each method's learning rate on the first seed, then trains it at the best rate on all seeds.
 
-        Returns:
-            The best rate of each method.
-
-        Raises:
-            UserError: as `check_plan` and `complete`.
+        Returns the best rate of each method. Raises UserError as `check_plan` and `complete`.
         """
         self.check_plan(methods, rates, seeds)
         best = self.tune(methods, rates, seeds[0]) if len(set(rates)) > 1 else dict.fromkeys(methods, rates[0])
@@ -304,10 +300,7 @@ def missing_runs(
 ) -> list[Run]:
     """The runs that `Sweep.tune_and_repeat` would train, as far as the finished ones decide them.
 
-    The rate of a method's other seeds is the best one that is known by now.
-
-    Raises:
-        UserError: as `Sweep.tune_and_repeat`.
+    The rate of a method's other seeds is the best known by now. Raises UserError as `Sweep.tune_and_repeat`.
     """
     sweep.check_plan(methods, rates, seeds)
     check_directory(sweep.directory)

@@ -38,10 +38,7 @@ def read_config(path: Path) -> Config:
 def read_variants(path: Path) -> dict[str, Config]:
     """Reads the configs of a file by name: one for each table `[variants.NAME]`, else one that is named after the file.
 
-    A table `[variants.NAME]` overrides the rest of the file, base included.
-
-    Raises:
-        UserError: as `read_config`.
+    A table `[variants.NAME]` overrides the rest of the file, base included. Raises UserError as `read_config`.
     """
     label, table = _read(path)
     if "variants" not in table:

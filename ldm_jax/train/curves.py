@@ -76,10 +76,7 @@ def plot_runs(runs: Sequence[Path], names: Sequence[str], file: Path) -> None:
 def plot_memory(run: Path, name: str, file: Path) -> bool:
     """Draws heat maps of a depth memory's figures by sublayer and step, means over groups.
 
-    Returns False, and draws nothing, if the run logged none.
-
-    Raises:
-        UserError: the picture cannot be written.
+    Returns False, and draws nothing, if the run logged none. Raises UserError if the picture cannot be written.
     """
     rows = [row for row in read_metrics(run / "metrics.jsonl") if set(MEMORY_LABELS) <= set(row)]
     if not rows:
