@@ -38,24 +38,24 @@ def main() -> None:
     run = load_run(arguments.run)
     for path in arguments.data:
         text = load_validation_text(path, run.config.data, run.tokenizer)
-        _evaluate(run, text, f" of {path}", arguments)
+        _evaluate(run, text, f"tokens of {path}", arguments)
     if not arguments.data:
         data = load_data(run.config.data, run.config.model.vocabulary)
         if data.tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise UserError("the run was trained with another tokenizer than that of its data now: restore the corpus.")
         if data.fingerprint != run.corpus:
             print("note: the corpus has changed since the run, so the held-out text may include training text")
-        _evaluate(run, data, "", arguments)
+        _evaluate(run, data, "held-out tokens", arguments)
 
 
-def _evaluate(run: TrainedRun, text: ValidationText, where: str, arguments: Arguments) -> None:
+def _evaluate(run: TrainedRun, text: ValidationText, tokens: str, arguments: Arguments) -> None:
     windows = text.validation_windows(arguments.windows)
     evaluate = make_evaluate(
         run.graph, arguments.batch_size, text.bytes_per_token, end_of_document=text.tokenizer.end_of_document
     )
     count = len(windows.weights)
-    size = f"{count} window{'s' * (count != 1)} of {text.context} held-out tokens"
-    print(f"step {run.step}, {size}{where}; +- standard error")
+    size = f"{count} window{'s' * (count != 1)} of {text.context} {tokens}"
+    print(f"{arguments.run}, step {run.step}: {size}; +- standard error")
     result = evaluate(run.params, windows)
     print(f"validation loss: {result}")
     if isinstance(run.config.mixer.options, DepthMemoryConfig):

@@ -347,7 +347,7 @@ def say_plan(sweep: Sweep, methods: Mapping[str, Config], rates: Sequence[float]
         sweep.say(
             f"{method}: {len(runs)} to train (rate/seed {rates_of_seeds}), each about {_time(seconds)} ({source})"
         )
-    sweep.say(f"{len(missing)} to train in all, {sweep.jobs} at a time: about {_time(total)}")
+    sweep.say(f"{len(missing)} to train in all, {sweep.jobs} at a time: about {_time(total)} without compilation")
     if len(set(rates)) > 1 and missing:
         sweep.say(
             f"A grid whose best rate is at its edge is extended by up to {EXTENSIONS} rates. "

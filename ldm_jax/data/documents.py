@@ -54,9 +54,9 @@ def is_validation(digest: bytes, fraction: float) -> bool:
 
 
 def is_near(share: float, fraction: float) -> bool:
-    """Whether a share of text is near the fraction that was wanted."""
-    share, fraction = (share, fraction) if fraction <= 0.5 else (1 - share, 1 - fraction)
-    return fraction / NEAR <= share <= fraction * NEAR
+    """Whether both parts of a text are near the sizes that were wanted."""
+    parts = (share, fraction), (1 - share, 1 - fraction)
+    return all(wanted / NEAR <= size <= wanted * NEAR for size, wanted in parts)
 
 
 def share_warning(share: float, fraction: float) -> str | None:
@@ -70,11 +70,14 @@ def matching_files(pattern: str) -> list[Path]:
     """The files of a path or pattern, sorted; `**` and `~` are expanded. Raises UserError for none, or a directory."""
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
-        raise UserError(f'"{pattern}" is a directory: give a pattern of files, such as "{pattern}/**/*.txt".')
+        example = os.path.join(pattern, "**", "*.txt")
+        raise UserError(f'"{pattern}" is a directory: give a pattern of files, such as "{example}".')
     files = [path] if os.path.isfile(path) else filter(os.path.isfile, glob.glob(path, recursive=True))
     if not (matches := [Path(file) for file in sorted(files)]):
         hint = " In a pattern, [[] stands for the character [." if "[" in pattern else ""
-        raise UserError(f'no file matches "{pattern}": give files, or patterns such as "books/**/*.txt".{hint}')
+        raise UserError(
+            f'no file matches "{pattern}" in {os.getcwd()}: give files, or a pattern such as "books/**/*.txt".{hint}'
+        )
     return matches
 
 

@@ -218,6 +218,7 @@ def _load_byte_data(config: DataConfig) -> Data:
     else:
         train = load_bytes(corpus_files(config), config.document_bytes)
         part, fingerprint = _read_validation_text(config.validation_path, config, tokenizer)
+        warnings = _overlap(config.validation_path, corpus_files(config))
         fingerprint = hashlib.blake2b(train.tobytes() + fingerprint.encode()).hexdigest()[:16]
     return Data(
         (part,),
@@ -229,6 +230,16 @@ def _load_byte_data(config: DataConfig) -> Data:
         functools.partial(random_windows, train, config.context),
         warnings,
     )
+
+
+def _overlap(validation_path: str, training: Sequence[Path]) -> tuple[str, ...]:
+    """A sentence, without its full stop, if there is training text among the files of data.validation_path."""
+    if os.path.isdir(os.path.expanduser(validation_path)):  # a prepared corpus
+        return ()
+    files = {file.resolve() for file in matching_files(validation_path)}
+    if not (common := len(files & {file.resolve() for file in training})):
+        return ()
+    return (f"{common} of the {len(files)} files of data.validation_path are training text, too",)
 
 
 def _load_prepared_data(config: DataConfig) -> Data:

@@ -356,7 +356,7 @@ class _ShardWriter:
         self._next_position = batch.next_position
 
     def fill_empty_part(self) -> list[str]:
-        """Moves a document of the last shard to the part that has none, if there is one. Returns what to print."""
+        """Moves a document of the last shard, with its copies there, to a part that has none. Returns what to print."""
         fraction = self._options.validation_fraction
         counts = {
             part: sum(shard.documents for shard in getattr(self.progress, part)) + len(self._documents[part])
@@ -368,8 +368,13 @@ class _ShardWriter:
                 continue
             wanted = share * (self.progress.tokens + self.tokens)
             nearest = min(range(len(documents)), key=lambda n: abs(len(documents[n].tokens) - wanted))
-            self._documents[empty].append(documents.pop(nearest))
-            return [f"note: the {empty} part would be empty, so one document was moved to it"]
+            chosen = documents[nearest].tokens
+            copies = [np.array_equal(document.tokens, chosen) for document in documents]
+            if all(copies):
+                continue
+            for part, moved in ((full, False), (empty, True)):
+                self._documents[part] = [each for each, copy in zip(documents, copies, strict=True) if copy == moved]
+            return [f"note: the {empty} part would be empty, so {_counted(sum(copies), 'document')} moved to it"]
         return []
 
     def write(self) -> None:

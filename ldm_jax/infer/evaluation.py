@@ -48,7 +48,9 @@ class Evaluation(NamedTuple):
 
 
 def _mean(sums: Float[np.ndarray, " windows"], targets: Float[np.ndarray, " windows"]) -> tuple[float, float]:
-    """The mean per target, and its standard error over windows."""
+    """The mean per target, and its standard error over windows. NaN without a target."""
+    if not targets.any():
+        return math.nan, math.nan
     mean, count = float(sums.sum() / targets.sum()), len(sums)
     spread = math.sqrt(np.sum((sums - mean * targets) ** 2) * count / (count - 1)) if count > 1 else math.inf
     return mean, spread / float(targets.sum())
@@ -84,7 +86,7 @@ def make_evaluate(
             for start in range(0, count, size)
         ]
         losses, targets, text_losses, text = weights * np.concatenate(parts, axis=1).astype(np.float64)[:, :count]
-        bits = float(text_losses.sum() / text.sum()) / math.log(2)
+        bits = _mean(text_losses, text)[0] / math.log(2)
         return Evaluation(*_mean(losses, targets), bits / bytes_per_token, (losses, targets))
 
     return evaluate

@@ -68,8 +68,8 @@ def _project(covariance: Covariance, query: Key) -> Key:
     return combine(query, symmetric(covariance.matrix)) / covariance.discount
 
 
-LARGEST_ALPHA = 1e4
-RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project, LARGEST_ALPHA))
+LARGEST_ALPHA, SMALLEST_FORGETTING = 1e4, 0.1
+RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project, LARGEST_ALPHA, SMALLEST_FORGETTING))
 
 
 class Correction(NamedTuple):

@@ -78,8 +78,10 @@ def _project(covariance: Covariance, query: Key) -> Key:
     return combine(combine(query, covariance.matrix), covariance.matrix.T) / covariance.discount
 
 
-LARGEST_ALPHA = 1e8
-SQRT_RLS = regression_rule(CovarianceRule(_start, _gain, _advance, _retreat, _project, LARGEST_ALPHA))
+LARGEST_ALPHA, SMALLEST_FORGETTING = 1e8, 0.01
+SQRT_RLS = regression_rule(
+    CovarianceRule(_start, _gain, _advance, _retreat, _project, LARGEST_ALPHA, SMALLEST_FORGETTING)
+)
 
 
 def sqrt_init_state(

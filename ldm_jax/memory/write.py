@@ -90,6 +90,8 @@ class CovarianceRule(NamedTuple):
     """`(covariance, query) -> P q`."""
     largest_alpha: float
     """The largest alpha for which the error of float32 reads is about 1e-3; see the table in README.md."""
+    smallest_forgetting: float
+    """The smallest forgetting for which that error stays below 1e-3 over 200 writes; see the table in README.md."""
 
 
 class WriteRule(NamedTuple):

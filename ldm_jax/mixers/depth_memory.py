@@ -85,8 +85,13 @@ class DepthMemoryConfig(MixerOptions):
             )
         if not 0 <= self.initial_gain < float("inf"):
             raise ValueError(f"initial_gain is {self.initial_gain}, but it must be finite and not negative.")
-        if self.forgetting_floor is not None and not 1e-6 <= self.forgetting_floor <= 1:
-            raise ValueError(f"forgetting_floor is {self.forgetting_floor}, but it must lie in [1e-6, 1].")
+        covariance = self.write.rule.covariance
+        floor = 1e-6 if covariance is None else covariance.smallest_forgetting
+        if self.forgetting_floor is not None and not floor <= self.forgetting_floor <= 1:
+            raise ValueError(
+                f"forgetting_floor is {self.forgetting_floor}, but with the write {self.write} it must lie in "
+                f"[{floor:g}, 1], where float32 is precise enough."
+            )
         if self.write is Write.DELTA and not self.unit_keys:
             raise ValueError(
                 "unit_keys is false, but write is delta, which diverges for keys longer than 1: set unit_keys to true."

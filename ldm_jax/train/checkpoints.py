@@ -242,6 +242,12 @@ class Checkpoints:
         for name in dict.fromkeys([*wanted, *saved]):
             found, expected = (_type(tree.get(name)) for tree in (saved, wanted))
             if found.replace("float64", "float32") != expected:
+                if name.startswith("optimizer."):
+                    raise UserError(
+                        f"the checkpoint of step {step} in {self.directory} is intact, but its optimiser has another "
+                        f"structure, because an earlier version saved it: {name} is {found} in it, but must be "
+                        f"{expected}. Use the version that saved it, or give another --run."
+                    )
                 raise ValueError(f"{name} is {found} in it, but must be {expected}")
             if "float64" in found and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
                 raise UserError(

@@ -174,7 +174,8 @@ class Loop:
         self._log({name: value for name, value in row.items() if math.isfinite(value)})
         # The mean time of a step for the time left includes validations and checkpoints.
         per_step = (now - self.compiled[1]) / (step - self.compiled[0]) if speed else None
-        if per_step is not None and not self.estimated and step - self.compiled[0] >= ESTIMATE_STEPS:
+        enough = step - self.compiled[0] >= ESTIMATE_STEPS and step < self.config.train.steps
+        if per_step is not None and enough and not self.estimated:
             self.estimated = True
             left = datetime.timedelta(seconds=round((self.config.train.steps - step) * per_step))
             end = datetime.datetime.now().astimezone() + left

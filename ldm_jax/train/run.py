@@ -72,6 +72,7 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
         data = load_data(config.data, config.model.vocabulary)
         require_same({"corpus": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
         on_leader(directory.open)
+        on_leader(lambda: directory.check_former_store(config))
         _check_shared(directory, config)
         keep = config.train.keep_checkpoints, config.train.keep_every
         require_writable(checkpoint_directory(config, path))
@@ -191,7 +192,8 @@ def _changes(config: Config) -> list[str]:
         table, _, option = name.rpartition(".")
         unused = table.startswith("mixer.") and table != f"mixer.{config.mixer.kind}"
         if value != defaults[name] and not unused:
-            changes.setdefault(table, []).append(f"{option} {value}")
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            changes.setdefault(table, []).append(f"{option} {text}")
     return [f"config      [{table}] {', '.join(options)}" for table, options in changes.items()]
 
 
@@ -209,6 +211,7 @@ def _devices(mesh: Mesh | None) -> str:
 def _sample(config: Config, directory: RunDirectory, tokenizer: Tokenizer, state: TrainState, console: Console) -> None:
     """Writes and prints a continuation of `train.sample_prompt`."""
     graph, prompt = model_graph(config.model, config.mixer), config.train.sample_prompt
+    _print(console, f"sample      {config.train.sample_tokens} tokens after {prompt!r}, in {directory.sample_file}")
     pieces = complete(
         graph,
         state.eval_params,

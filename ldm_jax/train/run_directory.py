@@ -25,7 +25,7 @@ from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, holds_checkpoints
 from ldm_jax.train.device import adapt
 from ldm_jax.train.step import make_state
-from ldm_jax.train.storage import STORE_FILE, storage_path
+from ldm_jax.train.storage import PROBE_FILE, STORE_FILE, storage_path
 
 MARK = "# The whole config of this run, written by ldm_jax.\n"
 """The first line of a run's config."""
@@ -50,11 +50,11 @@ def read_identity(file: epath.PathLike) -> Identity | None:
         return None
 
 
-def check_store(store: epath.Path, run: Path, own: Identity | None) -> Identity | None:
+def check_store(store: epath.Path, run: Path, own: Identity | None, copied: bool = False) -> Identity | None:
     """The identity in a store of checkpoints, for a run with its own identity; None if no run has claimed the store.
 
-    A run's directory without identity is new, or it was lost and is made again. It may use the checkpoints in itself,
-    and those of a run whose directory has the same name.
+    A run's directory without identity is new, or it was lost and is made again. It may use the checkpoints in itself.
+    Unless it is a copy, it may also use those of a run whose directory had the same name and is gone.
 
     Raises:
         UserError: the store holds the checkpoints of another run.
@@ -63,7 +63,8 @@ def check_store(store: epath.Path, run: Path, own: Identity | None) -> Identity 
     if found is None or (own is not None and own.id == found.id):
         return found
     inside = Path(store).absolute().parent == run.absolute()
-    if own is None and (inside or Path(found.run).name == run.absolute().name):
+    gone = read_identity(Path(found.run) / RUN_FILE) is None
+    if own is None and (inside or (gone and not copied and Path(found.run).name == run.absolute().name)):
         return found
     raise UserError(
         f"{store} holds the checkpoints of the run {found.run}, not of {run}: give another train.checkpoints, or "
@@ -112,15 +113,13 @@ class RunDirectory:
         own = read_identity(self.lock_file)
         copied = own is not None and _is_copy(self.path, own)
         own = None if copied else own
-        check_store(store, self.path, own)  # names the other run, if it is being trained
+        check_store(store, self.path, own, copied)  # names the other run, if it is being trained
         checkpoints.lock()
-        found = check_store(store, self.path, own)
+        found = check_store(store, self.path, own, copied)
         known = None if copied else found or own
         identity = Identity(uuid.uuid4().hex, here) if known is None else known._replace(run=here)
         changes: list[str] = []
-        if (saved := checkpoints.last_config()) is None:
-            self._check_former_store(config, store)
-        else:
+        if (saved := checkpoints.last_config()) is not None:
             saved_config, saved_corpus = saved
             model, text, others = find_changes(saved_config, config)
             changes = [*text, *others]
@@ -129,20 +128,25 @@ class RunDirectory:
                 raise UserError(
                     f"{store} holds checkpoints of another {what}: {change}. Undo the change, or give another --run."
                 )
+            if found is None and changes and not _is_run(self.path):
+                raise UserError(
+                    f"{store} holds checkpoints of an earlier version, which do not name their run, and the new run "
+                    f"differs: {changes[0]}. Undo the change if they are its own, or give another train.checkpoints."
+                )
         for file in (self.lock_file, store / STORE_FILE):
             with writing(file):  # in place, because the file may be locked
                 epath.Path(file).write_text(json.dumps(identity._asdict()))
         return changes
 
-    def _check_former_store(self, config: Config, store: epath.Path) -> None:
-        """Raises UserError if the store has no checkpoints, but the one of the last start has."""
+    def check_former_store(self, config: Config) -> None:
+        """Raises UserError if the run's checkpoints are in the store of its last start, and not in that of `config`."""
         if (last := _written(self.config_file)) is None:
             return
-        former = checkpoint_directory(last, self.path)
-        if former != checkpoint_directory(config, self.path) and holds_checkpoints(former):
+        former, store = (checkpoint_directory(each, self.path) for each in (last, config))
+        if former != store and holds_checkpoints(former) and not holds_checkpoints(store):
             raise UserError(
-                f"the checkpoints of the run {self.path} are in {former}, and train.checkpoints is now {store}: move "
-                "them there, or undo the change."
+                f"the checkpoints of the run {self.path} are in {former}, but train.checkpoints is now {store}, which "
+                f"has none: move the directory, as in mv {former} {store}, or undo the change."
             )
 
     def store(self, config: str) -> None:
@@ -200,7 +204,9 @@ def _is_run(path: Path) -> bool:
 def _is_early(entry: Path) -> bool:
     """Whether a file or directory can be from a start that was killed before the directory was marked as a run."""
     store = entry.name == "checkpoints" and entry.is_dir()
-    return entry.name in (RUN_FILE, "config.toml.tmp") or (store and {e.name for e in entry.iterdir()} <= {STORE_FILE})
+    if store:
+        return all(each.name == STORE_FILE or each.name.startswith(PROBE_FILE) for each in entry.iterdir())
+    return entry.name in (RUN_FILE, "config.toml.tmp")
 
 
 class TrainedRun(NamedTuple):

@@ -3,13 +3,15 @@
 import logging
 import re
 import sys
-import uuid
 
+import jax
 from etils import epath
 
 from ldm_jax.errors import UserError
 from ldm_jax.parallel import first_failure
 
+PROBE_FILE = ".writable"
+"""How the files begin by which each process finds out whether it can write to a store."""
 STORE_FILE = ".run"
 """The file in a store of checkpoints that holds the identity of their run, and is locked in training, if local."""
 
@@ -38,11 +40,13 @@ def require_writable(directory: epath.Path) -> None:
     why = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f".writable.{uuid.uuid4().hex}"
-        file.write_text(file.name)
-        if file.read_text() != file.name:
-            raise OSError("a file has another content after it is written")
-        file.unlink()
+        file = directory / f"{PROBE_FILE}.{jax.process_index()}"  # the next start removes it if this one is killed
+        try:
+            file.write_text(file.name)
+            if file.read_text() != file.name:
+                raise OSError("a file has another content after it is written")
+        finally:
+            file.unlink(missing_ok=True)
     except Exception as error:  # storage drivers raise types of their own
         missing = in_bucket(directory) and isinstance(error, FileNotFoundError)
         why = f"the bucket {directory.parts[2]} does not exist." if missing else storage_error(error)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -41,6 +42,7 @@ def content(path):
 def claim(config, path, corpus="another corpus"):
     """The start of a run up to the claim of its checkpoints, which returns what has changed."""
     directory = RunDirectory(path)
+    directory.check_former_store(config)
     require_writable(checkpoint_directory(config, path))
     store = Checkpoints(checkpoint_directory(config, path), 2)
     with contextlib.closing(directory), contextlib.closing(store):
@@ -141,7 +143,11 @@ def test_a_store_of_another_run_is_refused(run, tmp_path):
     with pytest.raises(UserError, match=rf"{store} holds the checkpoints of the run .*finished, not of .*other"):
         claim(sharing, tmp_path / "other")
     assert content(path) == before
+    with pytest.raises(UserError, match=rf"{store} holds the checkpoints of the run .*finished, not of .*elsewhere"):
+        claim(sharing, tmp_path / "elsewhere" / "finished")  # whose name is the same, but the run is still there
     # A run of the same name whose directory was lost resumes.
+    identity = read_identity(store / ".run")
+    (store / ".run").write_text(json.dumps(identity._replace(run=str(tmp_path / "gone" / "finished"))._asdict()))
     assert claim(sharing, tmp_path / "elsewhere" / "finished")[0].startswith("train.checkpoints was None")
     shutil.copytree(path, tmp_path / "third")
     (tmp_path / "third" / ".lock").write_text('{"id": "3", "run": "third"}')
@@ -158,13 +164,19 @@ def test_a_copy_is_another_run(finished, tmp_path):
     claim(config, tmp_path / "copy")
     ids = {read_identity(directory / ".lock").id for directory in (path, tmp_path / "copy")}
     assert len(ids) == 2
+    store = tmp_path / "store"
+    shutil.copytree(path / "checkpoints", store)
+    (tmp_path / "backup").mkdir()
+    shutil.copytree(path, tmp_path / "backup" / path.name)
+    with pytest.raises(UserError, match=r"holds the checkpoints of the run .*finished, not of .*backup"):
+        claim(with_train(config, checkpoints=str(store)), tmp_path / "backup" / path.name)
     (tmp_path / "copy").rename(tmp_path / "moved")
     claim(config, tmp_path / "moved")
     assert read_identity(tmp_path / "moved" / ".lock").id in ids
 
 
 def test_a_directory_of_a_start_that_was_killed_early_is_used(tmp_path):
-    for file in (tmp_path / ".lock", tmp_path / "checkpoints" / ".run"):
+    for file in (tmp_path / ".lock", tmp_path / "checkpoints" / ".run", tmp_path / "checkpoints" / ".writable.0"):
         file.parent.mkdir(exist_ok=True)
         file.touch()
     directory = RunDirectory(tmp_path)
@@ -177,6 +189,7 @@ def test_a_directory_of_a_start_that_was_killed_early_is_used(tmp_path):
 
 def test_a_store_in_use_is_refused(run, tmp_path):
     config, path = run
+    (path / "checkpoints" / ".run").unlink()
     lock = acquire_lock(path / "checkpoints" / ".run", "training in", "--run")
     with lock, pytest.raises(UserError, match=r"another process .*checkpoints"):
         claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "finished")
@@ -189,6 +202,9 @@ def test_a_store_of_an_earlier_version_is_claimed(run, tmp_path):
     claim(config, path)
     assert (path / ".lock").read_text() == (path / "checkpoints" / ".run").read_text()
     with pytest.raises(UserError, match="holds the checkpoints of the run"):
+        claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "other")
+    (path / "checkpoints" / ".run").unlink()
+    with pytest.raises(UserError, match=r"do not name their run, .*train\.checkpoints was None"):
         claim(with_train(config, checkpoints=str(path / "checkpoints")), tmp_path / "other")
 
 
