@@ -18,7 +18,7 @@ LAYERS = [
     {"nn"},
     {"data", "infer", "parallel"},
     {"train"},
-    {"compare", "interpret", "roofline", "bench"},
+    {"compare", "interpret", "roofline", "bench", "convert"},
 ]
 SHARED = {"typing", "sharding", "parameters", "errors", "files", "config", "options", "progress", "plots"}
 """Modules and packages that all layers may import."""

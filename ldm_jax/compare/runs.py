@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ldm_jax.config import Config
-from ldm_jax.config.toml import REMOVED_OPTIONS, options_by_name
+from ldm_jax.config.toml import ADDED_OPTIONS, REMOVED_OPTIONS, options_by_name
 from ldm_jax.errors import UserError
 from ldm_jax.files import save_text
 from ldm_jax.train.metrics import read_metrics
@@ -48,13 +48,14 @@ def config_hash(config: Config) -> str:
     # Options at their defaults are included. Otherwise a default that changes would give the new model the old model's
     # hash, and rows of the one would count as rows of the other. Options that have been removed are included at the
     # value that the code always has now, so removing an option changes no hash. An option that is added later, with a
-    # default other than None, has to be left out at the value that stands for what the code did before.
+    # default other than None, is left out at the value that stands for what the code did before.
     options = REMOVED_OPTIONS | options_by_name(config)
     tables = "model", "mixer", f"mixer.{options['mixer.kind']}", "data", "optimizer", "train", "log"
     used = {
         name: value
         for name, value in options.items()
         if value is not None
+        and value != ADDED_OPTIONS.get(name)
         and name.rpartition(".")[0] in tables
         and name not in ("optimizer.learning_rate", "train.seed")
     }

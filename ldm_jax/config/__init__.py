@@ -41,6 +41,13 @@ class AttentionImplementation(enum.StrEnum):
     LOCAL = "local"
 
 
+class AttentionBias(enum.StrEnum):
+    """Projections of attention that have a bias. qkv: query, key and value. all: also the output."""
+
+    QKV = "qkv"
+    ALL = "all"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The transformer."""
@@ -50,17 +57,28 @@ class ModelConfig:
     width: int = 128
     """D: width of the stream."""
     heads: int = 4
-    """H: number of query heads; it must divide the width."""
+    """H: number of query heads."""
     kv_heads: int | None = None
     """J: number of key-value heads; it must divide heads. None: as many as heads."""
+    head_dim: int | None = None
+    """C: width of a head. None: width / heads."""
     mlp_width: int = 384
     """F: hidden width of the MLP."""
     vocabulary: int = 256
     """S: number of tokens in the vocabulary; 256 for bytes."""
     qk_norm: bool = True
     """RMSNorm on queries and keys."""
+    attention_bias: AttentionBias | None = None
+    """Projections of attention that have a bias. qkv: query, key and value. all: also the output. None: none."""
+    norm_eps: float = 1e-6
+    """Epsilon of the RMSNorms of blocks, head, queries and keys."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: tuple[float, ...] | None = None
+    """Llama 3's scaling of the rotary frequencies: four numbers, factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings of a config of transformers. None: frequencies are not scaled."""
+    scale_embedding: bool = True
+    """Multiply the embedding by sqrt(width), so that its entries have size 1 initially."""
     tied: bool = True
     """Use the transposed embedding as the output head."""
     scan: bool = True
@@ -79,19 +97,30 @@ class ModelConfig:
         check_option_types(self)
         check_at_least(self, 1, "depth", "width", "heads", "mlp_width", "vocabulary", "loss_chunk")
         heads, kv_heads = self.heads, self.kv_heads_or_heads
-        check(self.width % heads == 0, f"heads is {heads}, which does not divide the width {self.width}.")
-        check(self.head_dim % 2 == 0, f"width / heads is {self.head_dim}, but it must be even.")
+        check(
+            self.head_dim is not None or self.width % heads == 0,
+            f"heads is {heads}, which does not divide the width {self.width}: change one of them, or set head_dim.",
+        )
+        head_dim, name = self.head_dim_or_default, "width / heads" if self.head_dim is None else "head_dim"
+        check(head_dim > 0 and head_dim % 2 == 0, f"{name} is {head_dim}, but it must be even.")
         check(kv_heads >= 1 and heads % kv_heads == 0, f"kv_heads is {kv_heads}, which does not divide heads {heads}.")
         check(self.rope_base > 1, f"rope_base is {self.rope_base}, but it must be more than 1.")
+        check(0 < self.norm_eps < 1, f"norm_eps is {self.norm_eps}, but it must lie in (0, 1).")
+        if (scaling := self.rope_scaling) is not None:
+            check(
+                len(scaling) == 4 and min(scaling) > 0 and scaling[2] > scaling[1],
+                f"rope_scaling is {scaling}, but it must be four positive numbers, of which the third, "
+                "high_freq_factor, is larger than the second, low_freq_factor.",
+            )
         check(
             self.attention is not AttentionImplementation.CUDNN or self.compute_dtype is ComputeType.BFLOAT16,
             "attention is cudnn, which does not support float32: set compute_dtype to bfloat16, or attention to xla.",
         )
 
     @property
-    def head_dim(self) -> int:
-        """C: width of a head."""
-        return self.width // self.heads
+    def head_dim_or_default(self) -> int:
+        """C: `head_dim`, or what None stands for."""
+        return self.width // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def kv_heads_or_heads(self) -> int:

@@ -3,7 +3,15 @@
 from ldm_jax.data.byte_corpus import ByteCorpus, corpus_files, load_byte_corpus
 from ldm_jax.data.loader import Batch, Data, ValidationText, ValidationWindows, load_data, load_validation_text
 from ldm_jax.data.prepared_corpus import PreparedCorpus, load_prepared
-from ldm_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, read_tokenizer, train_bpe
+from ldm_jax.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    MissingTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    train_bpe,
+)
 
 __all__ = [
     "Batch",
@@ -11,6 +19,7 @@ __all__ = [
     "ByteTokenizer",
     "Data",
     "JsonTokenizer",
+    "MissingTokenizer",
     "PreparedCorpus",
     "Tokenizer",
     "ValidationText",

@@ -179,6 +179,35 @@ class JsonTokenizer:
         _write_description(directory, TOKENIZER_FILE, self, self._added[self.end_of_document])
 
 
+class MissingTokenizer:
+    """Stands for the tokenizer of a model that was imported without one. It cannot convert text."""
+
+    fingerprint = "none"
+    end_of_document = -1
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.ids = np.arange(vocabulary)
+
+    def encode(self, text: str) -> Ids:
+        """Raises UserError."""
+        raise UserError(
+            "the model was imported without a tokenizer, so it takes no text: import it again with --tokenizer "
+            "TOKENIZER.json."
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Raises UserError."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Int[np.ndarray, " _"] | Ids | Sequence[int]) -> bytes:
+        """No bytes."""
+        return b""
+
+    def save(self, directory: Path) -> None:
+        """Writes nothing."""
+
+
 def _write_description(directory: Path, kind: str, tokenizer: Tokenizer, end: str | None = None) -> None:
     description = {
         "tokenizer": kind,

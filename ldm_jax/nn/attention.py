@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ldm_jax.config import AttentionImplementation, ModelConfig
+from ldm_jax.config import AttentionBias, AttentionImplementation, ModelConfig
 from ldm_jax.nn.cache import KeyValues, Places, write_key_values
-from ldm_jax.nn.initializers import branch_output
+from ldm_jax.nn.initializers import branch_output, rms_norm
 from ldm_jax.nn.rope import rotate
 from ldm_jax.nn.softmax_attention import cudnn_attention, flash_attention, plain_attention
 from ldm_jax.parameters import linear
@@ -39,15 +39,16 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        width, head_dim, dtype = config.width, config.head_dim, config.dtype
-        axes = Axis.WIDTH, Axis.HEADS
-        self.query = linear(width, config.heads * head_dim, axes, dtype=dtype, rngs=rngs)
-        self.key = linear(width, config.kv_heads_or_heads * head_dim, axes, dtype=dtype, rngs=rngs)
-        self.value = linear(width, config.kv_heads_or_heads * head_dim, axes, dtype=dtype, rngs=rngs)
-        self.out = branch_output(config.heads * head_dim, Axis.HEADS, config, rngs)
-        norm = nnx.RMSNorm if config.qk_norm else None
-        self.query_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None
-        self.key_norm = norm(head_dim, dtype=dtype, rngs=rngs) if norm else None
+        width, head_dim, dtype = config.width, config.head_dim_or_default, config.dtype
+        axes, bias = (Axis.WIDTH, Axis.HEADS), config.attention_bias is not None
+        kv_width = config.kv_heads_or_heads * head_dim
+        self.query = linear(width, config.heads * head_dim, axes, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.key = linear(width, kv_width, axes, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.value = linear(width, kv_width, axes, use_bias=bias, dtype=dtype, rngs=rngs)
+        out_bias = config.attention_bias is AttentionBias.ALL
+        self.out = branch_output(config.heads * head_dim, Axis.HEADS, config, rngs, use_bias=out_bias)
+        self.query_norm = rms_norm(head_dim, config, rngs) if config.qk_norm else None
+        self.key_norm = rms_norm(head_dim, config, rngs) if config.qk_norm else None
 
     def __call__(self, x: Hidden, documents: Documents | None = None) -> Hidden:
         """The attention output `[B, T, D]`. Position t attends to positions up to t, within its document if given."""
@@ -83,23 +84,23 @@ class Attention(nnx.Module):
         config = self.config
         heads = config.heads, config.kv_heads_or_heads, config.kv_heads_or_heads
         query, key, value = (
-            project(x).reshape(*x.shape[:-1], count, config.head_dim)
+            project(x).reshape(*x.shape[:-1], count, config.head_dim_or_default)
             for project, count in zip((self.query, self.key, self.value), heads, strict=True)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, config.rope_base, positions), rotate(key, config.rope_base, positions)
+        query, key = (rotate(x, config.rope_base, positions, config.rope_scaling) for x in (query, key))
         # Keys and values of the whole window are gathered if tokens are sharded, because every query attends to them.
         key, value = (constrain(x, Axis.BATCH, None, Axis.HEADS, None) for x in (key, value))
         return constrain(query, Axis.BATCH, Axis.TOKENS, Axis.HEADS, None), key, value
 
     def _merge(self, mixed: Float[Array, "B T H C"]) -> Hidden:
-        return self.out(mixed.reshape(*mixed.shape[:2], self.config.heads * self.config.head_dim))
+        return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
     def _local(
         self, query: Float[Array, "B T H C"], key: Float[Array, "B T J C"], value: Float[Array, "B T J C"]
     ) -> Float[Array, "B T H C"]:
         """A stand-in for attention that does not mix tokens."""
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-        score = jnp.sum(query * key, axis=-1, keepdims=True) * self.config.head_dim**-0.5
+        score = jnp.sum(query * key, axis=-1, keepdims=True) * query.shape[-1] ** -0.5
         return value * jax.nn.sigmoid(score)

@@ -10,6 +10,7 @@ from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import MixerConfig, MixerLayer, MixerState, Place, Stack, make_layer
 from ldm_jax.nn.attention import Attention, Documents
 from ldm_jax.nn.cache import KeyValues, Places
+from ldm_jax.nn.initializers import rms_norm
 from ldm_jax.nn.mlp import MLP
 from ldm_jax.sharding import Axis, constrain
 from ldm_jax.typing import Hidden
@@ -19,7 +20,7 @@ class Sublayer(nnx.Module):
     """`x, state <- read(state); state <- write(state, f(norm(x)))`."""
 
     def __init__(self, function: Callable[..., Hidden], mixer: MixerLayer, config: ModelConfig, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.norm = rms_norm(config.width, config, rngs)
         self.function = function
         self.mixer = mixer
 

@@ -48,7 +48,7 @@ class Places(NamedTuple):
 
 def init_cache(config: ModelConfig, start: Int[Array, " B"], window: int) -> Cache:
     """An empty cache with `window` slots, for sequences whose first tokens are at the places `start`."""
-    shape = (config.depth, start.shape[0], window, config.kv_heads_or_heads, config.head_dim)
+    shape = (config.depth, start.shape[0], window, config.kv_heads_or_heads, config.head_dim_or_default)
     empty = KeyValues(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))  # two buffers, for donation
     return Cache(empty, start, jnp.zeros((), jnp.int32))
 

@@ -11,6 +11,7 @@ from ldm_jax.mixers import MixerConfig, MixerState, Stack, make_ends
 from ldm_jax.nn.attention import Documents, make_documents
 from ldm_jax.nn.block import Block
 from ldm_jax.nn.cache import Cache, next_places
+from ldm_jax.nn.initializers import rms_norm
 from ldm_jax.nn.loss import TokenLosses, chunked_cross_entropy
 from ldm_jax.parameters import Declaration, linear
 from ldm_jax.sharding import Axis, constrain
@@ -38,7 +39,7 @@ class Transformer(nnx.Module):
         )
         ends_rngs = nnx.Rngs(rngs.mixer())
         self.mixer = make_ends(mixer, Stack(width, config.sublayers, dtype, config.scan), ends_rngs)
-        self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        self.norm = rms_norm(width, config, rngs)
         axes = Axis.WIDTH, Axis.VOCABULARY
         self.head = None if config.tied else linear(width, config.vocabulary, axes, muon=False, dtype=dtype, rngs=rngs)
 
@@ -73,8 +74,10 @@ class Transformer(nnx.Module):
         """The embedding of tokens, `[B, T, D]` in the compute type."""
         # Rows of the table have norm 1 initially, which suits a tied head. Scaled, their entries have size 1.
         table = self._gathered(self.embed.embedding[...], Axis.VOCABULARY, Axis.WIDTH)
-        scaled = jnp.take(table, tokens, axis=0) * jnp.asarray(self.config.width**0.5, self.config.dtype)
-        return constrain(scaled, Axis.BATCH, Axis.TOKENS, None)
+        rows = jnp.take(table, tokens, axis=0)
+        if self.config.scale_embedding:
+            rows *= jnp.asarray(self.config.width**0.5, self.config.dtype)
+        return constrain(rows, Axis.BATCH, Axis.TOKENS, None)
 
     def head_matrix(self) -> Float[Array, "D S"]:
         """The head's weights, in the compute type."""

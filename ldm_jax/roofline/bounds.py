@@ -99,7 +99,8 @@ def decode_costs(config: Config, devices: list[Any]) -> ProgramCosts:
     """
     mesh = _full_mesh(config, devices)
     sequences_per_chip = config.train.batch_size / mesh.size
-    attention = 4 * config.model.depth * config.model.width * config.data.context
+    model = config.model
+    attention = 4 * model.depth * model.heads * model.head_dim_or_default * config.data.context
     lowered = compiler.lower_decode_step(config, mesh)
     return _cached_costs(lowered, mesh, (model_flops_per_token(config) / 3 - attention) * sequences_per_chip)
 

@@ -76,7 +76,7 @@ def _estimate(config: Config, mesh: MeshConfig, rates: ChipRates, parameters: in
     replicas = data * context  # each has gradients of all parameters of its part of fsdp and tensor
     sent += 2 * item * parameters / (tensor * fsdp) * (replicas - 1) / replicas
     sent += 12 * model.depth * stream * (tensor - 1) / tensor  # two sublayers: forward, recomputed, and twice backward
-    kv_width = 2 * model.kv_heads_or_heads * model.head_dim / tensor
+    kv_width = 2 * model.kv_heads_or_heads * model.head_dim_or_default / tensor
     sent += 3 * model.depth * tokens * context * kv_width * item * (context - 1) / context
     updating = _OPTIMISER_BYTES * parameters / (fsdp * tensor) / rates.hbm_rate
     memory = 16 * parameters / (fsdp * tensor)  # parameters, two moments and a gradient, float32

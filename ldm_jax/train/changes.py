@@ -1,5 +1,6 @@
 """What differs between the config of a run's last checkpoint and the one that the run is resumed with."""
 
+import dataclasses
 from collections.abc import Container
 from typing import Any, NamedTuple
 
@@ -30,8 +31,16 @@ class Changes(NamedTuple):
     others: list[str]
 
 
-def find_changes(old: Config, new: Config) -> Changes:
-    """Compares two configs, apart from the options of mixers that are not used."""
+def find_changes(old: Config, new: Config, trained: bool = True) -> Changes:
+    """Compares two configs, apart from the options of mixers that are not used.
+
+    Args:
+        old: the config of a checkpoint.
+        new: the config that the run is resumed with.
+        trained: False for an imported model that has not been trained: only its `[model]` and `[mixer]` must stay.
+    """
+    if not trained:
+        old = dataclasses.replace(new, model=old.model, mixer=old.mixer)
     used = [_without(options_by_name(config), unused_options(config)) for config in (old, new)]
     text = [name for name in used[1] if name.startswith("data.") and name not in EXECUTION | WINDOWS]
     model = _phrases(*(_model(options, text) for options in used))

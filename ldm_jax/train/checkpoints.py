@@ -1,6 +1,7 @@
 """Checkpoints of a run: saved asynchronously and atomically, and verified when they are restored."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -27,6 +28,8 @@ from ldm_jax.train.storage import STORE_FILE, in_bucket, silence_background_erro
 
 SPARE_BYTES = 2_000_000
 """Disk space that a save needs beside its arrays: index, metadata, metrics."""
+PART_SIZE = 2**22
+"""Entries whose fingerprint is computed at a time."""
 TIMEOUT_SECONDS = 300
 """How long one process waits for another before a save or a restore fails."""
 
@@ -39,11 +42,11 @@ class Progress(NamedTuple):
     seconds: float
     """Training time of all starts together."""
     corpus: str
-    """Fingerprint of the corpora."""
+    """Fingerprint of the corpora; empty for an imported model that has not been trained."""
     config: str
     """The whole config, as TOML."""
     tokenizer: dict[str, str]
-    """Content of the tokenizer's files, by file name."""
+    """Content of the tokenizer's files, by file name; empty for a model that was imported without one."""
 
 
 class Checkpoints:
@@ -70,7 +73,18 @@ class Checkpoints:
         )
         silence_background_errors()
         try:
-            self._manager = ocp.CheckpointManager(self.directory, options=self._options)
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=self._options,
+                # Float32 is hardly compressible, and compression needs as much memory as the arrays.
+                item_handlers={
+                    "state": ocp.PyTreeCheckpointHandler(
+                        use_compression=False, multiprocessing_options=self._options.multiprocessing_options
+                    ),
+                    "progress": ocp.JsonCheckpointHandler(),
+                    "fingerprint": ocp.JsonCheckpointHandler(),
+                },
+            )
         except Exception as error:  # storage drivers raise types of their own
             raise UserError(f"{self.directory} cannot be read: {storage_error(error)}") from error
         self._saving: int | None = None
@@ -112,9 +126,9 @@ class Checkpoints:
         why = None
         try:
             items = ocp.args.Composite(
-                state=ocp.args.StandardSave(_saved(state)),  # pyright: ignore[reportCallIssue]
+                state=ocp.args.PyTreeSave(_saved(state)),  # pyright: ignore[reportCallIssue]
                 progress=ocp.args.JsonSave(progress._asdict()),  # pyright: ignore[reportCallIssue]
-                fingerprint=ocp.args.JsonSave(_digests(state, progress)),  # pyright: ignore[reportCallIssue]
+                fingerprint=ocp.args.JsonSave(_digests(_saved(state), progress)),  # pyright: ignore[reportCallIssue]
             )
             if not self._manager.save(step, args=items):
                 raise OSError(f"the directory already has a checkpoint of step {self.latest_step()}")
@@ -216,20 +230,26 @@ class Checkpoints:
     def _restore(self, step: int, like: TrainState) -> tuple[TrainState, Progress]:
         target = self._with_saved_types(step, jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(like)))
         items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(target),  # pyright: ignore[reportCallIssue]
+            state=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+            ),
             progress=ocp.args.JsonRestore(),
             fingerprint=ocp.args.JsonRestore(),
         )
         restored = self._manager.restore(step, args=items)
         state, progress = like._replace(**restored["state"]), Progress(**restored["progress"])
-        if _digests(state, progress) != restored["fingerprint"]:
+        if _digests(restored["state"], progress) != restored["fingerprint"]:
             raise ValueError("its content does not match its fingerprint")
         if int(state.step) != step:
             raise ValueError(f"it holds the state of step {int(state.step)}")
+        if state.average is like.average and like.average is not None:  # an imported model has none
+            state = state._replace(average=jax.tree.map(jnp.copy, state.params))
         return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), state, like), progress
 
     def _with_saved_types(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
         """The arrays to restore, with the types in which they were saved: the fingerprint is of those.
+
+        The checkpoint of an imported model has only step and parameters.
 
         Raises:
             ValueError: the checkpoint has other arrays.
@@ -237,6 +257,8 @@ class Checkpoints:
         """
         metadata = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / "state")
         saved = {array.name: array for array in jax.tree.leaves(metadata.tree)}
+        if not any(name.startswith("optimizer.") for name in saved):
+            target = {name: target[name] for name in ("step", "params")}
         arrays, structure = jax.tree_util.tree_flatten_with_path(target)
         wanted = {jax.tree_util.keystr(path, simple=True, separator="."): array for path, array in arrays}
         for name in dict.fromkeys([*wanted, *saved]):
@@ -286,19 +308,46 @@ def holds_checkpoints(directory: epath.Path) -> bool:
         raise UserError(f"{directory} cannot be read: {storage_error(error)}") from error
 
 
-@jax.jit
-def fingerprint(tree: Any) -> UInt32[Array, " leaves"]:
+def fingerprint(tree: Any) -> UInt32[np.ndarray, " leaves"]:
     """A number for each leaf: the sum of its entries' bits, each times an odd number that depends on its index.
 
     The sum is of integers modulo 2^32, so it does not depend on the number of devices or on the sharding. A change of a
     single entry always changes it; any other change is missed with a probability of about 2^-32.
     """
-    return constrain(jnp.stack([_leaf_fingerprint(leaf) for leaf in jax.tree.leaves(tree)]), None)
+    leaves = jax.tree.leaves(tree)
+    # The temporary arrays of a sum are as large as what is summed, so large leaves are summed in parts.
+    rows = [max(leaf.shape[0] * PART_SIZE // leaf.size, 1) if _is_large(leaf) else 0 for leaf in leaves]
+    numbers = np.zeros(len(leaves), np.uint32)
+    if small := [leaf for leaf, count in zip(leaves, rows, strict=True) if not count]:
+        numbers[np.array(rows) == 0] = np.asarray(_fingerprints(small))
+    for place in np.flatnonzero(rows):
+        leaf, count = leaves[place], rows[place]
+        for start in range(0, leaf.shape[0], count):
+            part = _part_fingerprint(leaf, jnp.uint32(start), min(count, leaf.shape[0] - start))
+            numbers[place : place + 1] += np.asarray(part)[None]
+    return numbers
 
 
-def _leaf_fingerprint(leaf: Array) -> UInt32[Array, ""]:
+def _is_large(leaf: Array) -> bool:
+    """Whether a leaf is large, and its first axis is not sharded, so that it can be cut without communication."""
+    return leaf.size > PART_SIZE and leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+
+
+@jax.jit
+def _fingerprints(leaves: list[Array]) -> UInt32[Array, " leaves"]:
+    return constrain(jnp.stack([_leaf_fingerprint(leaf) for leaf in leaves]), None)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _part_fingerprint(leaf: Array, start: UInt32[Array, ""], rows: int) -> UInt32[Array, ""]:
+    """The part of a leaf's number that comes from some of its rows."""
+    part = jax.lax.dynamic_slice_in_dim(leaf, start, rows)
+    return constrain(_leaf_fingerprint(part, start * jnp.uint32(leaf[0].size % 2**32)))
+
+
+def _leaf_fingerprint(leaf: Array, start: UInt32[Array, ""] | int = 0) -> UInt32[Array, ""]:
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32) if leaf.dtype.itemsize == 4 else leaf.astype(jnp.uint32)
-    index, stride = jnp.zeros(leaf.shape, jnp.uint32), 1
+    index, stride = jnp.full(leaf.shape, start, jnp.uint32), 1
     for axis in reversed(range(leaf.ndim)):
         index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= leaf.shape[axis]
@@ -306,9 +355,8 @@ def _leaf_fingerprint(leaf: Array) -> UInt32[Array, ""]:
     return jnp.sum(bits * (2 * (index * jnp.uint32(2654435761)) + 1), dtype=jnp.uint32)
 
 
-def _digests(state: TrainState, progress: Progress) -> dict[str, Any]:
-    leaves = np.asarray(fingerprint(_saved(state))).tolist()
-    return {"leaves": leaves, "progress": _digest(progress._asdict())}
+def _digests(saved: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    return {"leaves": fingerprint(saved).tolist(), "progress": _digest(progress._asdict())}
 
 
 def _digest(progress: dict[str, Any]) -> str:

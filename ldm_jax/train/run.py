@@ -81,11 +81,11 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             on_leader(lambda: changes.extend(directory.claim(checkpoints, config, data.fingerprint)))
             checkpoints.remove_leftovers()
             state = make_state(config, mesh)
-            progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), _tokenizer_files(data.tokenizer))
+            progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), tokenizer_files(data.tokenizer))
             if (restored := checkpoints.restore_latest(state)) is not None:
                 tokenizer = progress.tokenizer
                 state, progress, skipped = restored
-                if progress.tokenizer != tokenizer:
+                if progress.tokenizer not in ({}, tokenizer):
                     raise UserError(
                         f"the run in {path} was trained with another tokenizer than that of the data: restore the "
                         "corpus, or give another --run."
@@ -97,7 +97,9 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             lines = [f"{kind:<12}{text}" for kind, texts in notes.items() for text in texts]
             _introduce(console, config, path, data, mesh, state, progress, lines)
             if int(state.step) < config.train.steps:
-                progress = progress._replace(config=config_to_toml(config), corpus=data.fingerprint)
+                progress = progress._replace(
+                    config=config_to_toml(config), corpus=data.fingerprint, tokenizer=tokenizer_files(data.tokenizer)
+                )
                 on_leader(lambda: directory.store(progress.config))
                 with contextlib.closing(MetricsLogger(config, path, int(state.step))) as metrics:
                     if metrics.warning is not None:
@@ -129,7 +131,8 @@ def _packages() -> str:
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in SAME_PACKAGES)
 
 
-def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """The content of the files that `Tokenizer.save` writes, by name."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(Path(directory))
         return {file.name: file.read_bytes().decode() for file in sorted(Path(directory).iterdir())}
@@ -173,7 +176,7 @@ def _introduce(
         f"training    {config.train.steps:,} steps ({warmup:,} of warm-up), {tokens:,} tokens, {epochs:.2g} epochs",
         *notes,
     ]
-    if progress.corpus != data.fingerprint:
+    if progress.corpus not in ("", data.fingerprint):
         lines.append("changed     the corpus has changed since the run was started; training continues on the new one")
     done = int(state.step)
     if done >= config.train.steps:

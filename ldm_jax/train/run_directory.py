@@ -17,7 +17,7 @@ from flax import nnx
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import read_config
-from ldm_jax.data import Tokenizer, load_tokenizer
+from ldm_jax.data import MissingTokenizer, Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, name_aside, save_text, writing
 from ldm_jax.nn import Params, Transformer, model_graph
@@ -121,7 +121,7 @@ class RunDirectory:
         changes: list[str] = []
         if (saved := checkpoints.last_config()) is not None:
             saved_config, saved_corpus = saved
-            model, text, others = find_changes(saved_config, config)
+            model, text, others = find_changes(saved_config, config, trained=bool(saved_corpus))
             changes = [*text, *others]
             if model or (text and saved_corpus != corpus):
                 what, change = ("model", model[0]) if model else ("text", text[0])
@@ -218,7 +218,7 @@ class TrainedRun(NamedTuple):
     params: Params
     tokenizer: Tokenizer
     corpus: str
-    """Fingerprint of the corpus that the model was trained on."""
+    """Fingerprint of the corpus that the model was trained on; empty if it was imported and has not been trained."""
 
 
 def load_run(path: Path) -> TrainedRun:
@@ -238,7 +238,7 @@ def load_run(path: Path) -> TrainedRun:
     with contextlib.closing(Checkpoints(store, keep=1)) as checkpoints:
         check_store(checkpoints.directory, path, read_identity(path / RUN_FILE))
         saved = checkpoints.last_config()
-        if saved is not None and (config is None or find_changes(saved[0], config).model):
+        if saved is not None and (config is None or find_changes(saved[0], config, trained=bool(saved[1])).model):
             _print(f"warning: {file} is lost, broken or of another model: the config of the last checkpoint is used.")
             config = saved[0]
         config = read_config(file) if config is None else config
@@ -258,7 +258,8 @@ def load_run(path: Path) -> TrainedRun:
     with tempfile.TemporaryDirectory() as directory:
         for name, text in progress.tokenizer.items():
             (Path(directory) / name).write_bytes(text.encode())
-        tokenizer = load_tokenizer(Path(directory))
+        has_one = bool(progress.tokenizer)
+        tokenizer = load_tokenizer(Path(directory)) if has_one else MissingTokenizer(config.model.vocabulary)
     graph = model_graph(config.model, config.mixer)
     return TrainedRun(config, int(state.step), graph, state.eval_params, tokenizer, progress.corpus)
 

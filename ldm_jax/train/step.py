@@ -1,7 +1,7 @@
 """The training step: a pure function of the training state and a batch."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,12 @@ class TrainState(NamedTuple):
     losses: LossRecord
     average: Params | None
     """Exponential moving average of the parameters; None unless `optimizer.ema` is set."""
+
+    @classmethod
+    def imported(cls, params: Params) -> "TrainState":
+        """The state of an imported model, for a checkpoint: what is None starts as in a new run."""
+        absent: Any = None
+        return cls(jnp.zeros((), jnp.int32), params, absent, absent, absent, None)
 
     @property
     def eval_params(self) -> Params:

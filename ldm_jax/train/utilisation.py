@@ -21,7 +21,7 @@ PEAK_FLOPS = {
 
 
 def model_flops_per_token(config: Config) -> float:
-    """Flops of forward and backward pass, `6 (parameters in matmuls) + 12 depth D T`.
+    """Flops of forward and backward pass, `6 (parameters in matmuls) + 12 depth H C T`.
 
     The embedding counts only where it is used as the head. The depth memory's state and everything that is computed
     again in the backward pass do not count. Source: Chowdhery et al., arXiv 2204.02311, appendix B.
@@ -29,7 +29,8 @@ def model_flops_per_token(config: Config) -> float:
     model = config.model
     counts = count_parameters(jax.eval_shape(lambda: init_params(model, config.mixer, 0)))
     head = model.width * model.vocabulary
-    return 6.0 * (counts["blocks"] + counts["mixer"] + head) + 12.0 * model.depth * model.width * config.data.context
+    attention = model.depth * model.heads * model.head_dim_or_default * config.data.context
+    return 6.0 * (counts["blocks"] + counts["mixer"] + head) + 12.0 * attention
 
 
 def peak_flops(devices: int) -> float | None:

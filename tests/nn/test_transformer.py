@@ -218,7 +218,7 @@ def test_bfloat16_is_close_to_float32():
 def test_number_of_parameters(tied, qk_norm):
     config = dataclasses.replace(MODEL, tied=tied, qk_norm=qk_norm)
     D, S, F, N = config.width, config.vocabulary, config.mlp_width, config.depth
-    head, J = config.head_dim, 2
+    head, J = config.head_dim_or_default, 2
     attention = D * D + 2 * D * J * head + D * D + (2 * head if qk_norm else 0)
     block = attention + 3 * D * F + 2 * D
     G, K, R = LDM.groups, LDM.key_dim, LDM.latent_dim
@@ -239,7 +239,7 @@ def test_grouped_queries_equal_repeated_heads():
     function = copied["blocks"]["attention"]["function"]
     for name in ("key", "value"):
         kernel = function[name]["kernel"]
-        by_head = kernel.reshape(*kernel.shape[:2], 2, shared.head_dim)
+        by_head = kernel.reshape(*kernel.shape[:2], 2, shared.head_dim_or_default)
         function[name] = {"kernel": jnp.repeat(by_head, 2, axis=2).reshape(*kernel.shape[:2], -1)}
     expected = logits(full, mixer("preln"), copied, tokens())
     assert_close(logits(shared, mixer("preln"), params, tokens()), expected, 2e-6)
