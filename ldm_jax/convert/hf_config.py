@@ -163,9 +163,9 @@ def _check_attention(table: dict[str, Any], architecture: Architecture, context:
 
 def _rope(table: dict[str, Any]) -> tuple[float, tuple[float, ...] | None]:
     """Base and scaling of the rotary frequencies."""
-    rope: dict[str, Any] = {"rope_theta": table.get("rope_theta", 10_000.0)}
-    for name in ("rope_parameters", "rope_scaling"):
-        rope |= _field(table, name, dict | None, {}) or {}
+    # rope_scaling is the older name of rope_parameters, and type that of rope_type.
+    rope = _field(table, "rope_scaling", dict | None, {}) or _field(table, "rope_parameters", dict | None, {}) or {}
+    rope = {"rope_theta": table.get("rope_theta", 10_000.0)} | rope
     unknown = sorted(rope.keys() - _ROPE_KEYS)
     kind = rope.get("rope_type", rope.get("type", "default"))
     check(kind in ("default", "llama3"), f"rope_type is {kind!r}, but only default and llama3 are supported.")

@@ -24,20 +24,20 @@ from ldm_jax.nn import Params, init_params, model_declarations
 from ldm_jax.parameters import Path as ParameterPath
 from ldm_jax.parameters import shardings
 
-PRELN = MixerConfig(MixerKind.PRELN)
-PART_BYTES = 2**26
+PRELN = MixerConfig(MixerKind("preln"))
+PART_BYTES = 2**24
 """Larger tensors are read in parts of about this many bytes."""
 ALIGNMENT = 64
 """Bytes to which an array must be aligned so that JAX uses it on the CPU without a copy."""
 _TYPES = {"F32", "F16", "BF16"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_OUTSIDE = {
+_OUTSIDE: dict[ParameterPath, str] = {
     ("embed", "embedding"): "model.embed_tokens.weight",
     ("norm", "scale"): "model.norm.weight",
     ("head", "kernel"): "lm_head.weight",
 }
-_SUBLAYERS = {
+_SUBLAYERS: dict[ParameterPath, str] = {
     ("attention", "norm"): "input_layernorm",
     ("attention", "function", "query"): "self_attn.q_proj",
     ("attention", "function", "key"): "self_attn.k_proj",
@@ -189,7 +189,8 @@ def load_hf_params(weights: HFWeights, model: ModelConfig, mesh: Mesh | None = N
 def _load(weights: HFWeights, tensor: HFTensor, shape: tuple[int, ...], place: jax.sharding.Sharding) -> jax.Array:
     shards: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # replicas share one on the CPU
 
-    def shard(index: tuple[slice, ...]) -> Float32[np.ndarray, "..."]:
+    def shard(index: tuple[slice, ...] | None) -> Float32[np.ndarray, "..."]:
+        assert index is not None
         key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
         if key not in shards:
             shards[key] = _read(weights, tensor, index, tuple(len(range(*each)) for each in key))

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or any `tokenizer.json`."""
+"""Tokenizers: bytes, any `tokenizer.json`, or none."""
 
 import hashlib
 import json

@@ -178,11 +178,11 @@ def _introduce(
     ]
     if progress.corpus not in ("", data.fingerprint):
         lines.append("changed     the corpus has changed since the run was started; training continues on the new one")
-    done = int(state.step)
+    done, new = int(state.step), "new" if progress.corpus else "imported, not trained yet"
     if done >= config.train.steps:
         lines.append(f"run         {path} is finished at step {done}; raise train.steps to continue it")
     else:
-        lines.append(f"run         {path}, " + (f"resuming from step {done}" if done else "new"))
+        lines.append(f"run         {path}, " + (f"resuming from step {done}" if done else new))
     for line in lines:
         _print(console, line)
 
