@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from import_memory import measure
-from ldm_jax.config import AttentionBias, ModelConfig
+from ldm_jax.config import AttentionBias, ModelConfig, OptimizerName
 from ldm_jax.convert import HFWeights, import_hf, load_hf_params, read_hf_config
 from ldm_jax.convert.hf_weights import PRELN
 from ldm_jax.data.preparation import PrepareOptions, prepare
@@ -218,7 +218,7 @@ def test_training_continues_an_imported_model(tmp_path):
     shutil.copytree(CASES / "llama_tied_gqa", source)
     tokenizer_file(source)
     for number in range(20):
-        (tmp_path / f"{number}.txt").write_text("a b " * 20)
+        (tmp_path / f"{number}.txt").write_text("a b " * (20 + number))
     config = import_hf(source, out)
     options = PrepareOptions(
         files=(str(tmp_path / "*.txt"),), tokenizer=str(source / "tokenizer.json"), validation_fraction=0.5
@@ -229,7 +229,7 @@ def test_training_continues_an_imported_model(tmp_path):
         config,
         data=dataclasses.replace(config.data, context=16),
         train=dataclasses.replace(config.train, steps=1, seed=3, sample_prompt="a", sample_tokens=1),
-        optimizer=dataclasses.replace(config.optimizer, name="muon", learning_rate=1e-9),
+        optimizer=dataclasses.replace(config.optimizer, name=OptimizerName.MUON, learning_rate=1e-9),
     )
     train(config, out)
     run = load_run(out)
