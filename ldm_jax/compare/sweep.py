@@ -324,7 +324,7 @@ def say_plan(sweep: Sweep, methods: Mapping[str, Config], rates: Sequence[float]
     """Says what would be trained, and for how long by finished runs, known costs or timed steps. Raises UserError."""
     missing = missing_runs(sweep, methods, rates, seeds)
     finished, costs = read_runs(sweep.file), read_costs(sweep.directory)
-    total = 0.0
+    total, on_top = 0.0, ""
     for method, config in methods.items():
         runs = [run for run in missing if run.method == method]
         if not runs:
@@ -340,14 +340,14 @@ def say_plan(sweep: Sweep, methods: Mapping[str, Config], rates: Sequence[float]
             else:
                 sweep.say(f"{method}: timing a few steps")
                 (step,) = timed_steps([config], rounds=3, warm_up=1)
-            seconds = step * config.train.steps
+            seconds, on_top = step * config.train.steps, ", and compilation and validation on top"
             source = f"{config.train.steps} steps of {step:.3g} s; compilation and validation come on top"
             total += len(runs) * seconds  # the steps were timed on all cores, which the jobs share
         rates_of_seeds = ", ".join(f"{run.config.optimizer.learning_rate:g}/{run.config.train.seed}" for run in runs)
         sweep.say(
             f"{method}: {len(runs)} to train (rate/seed {rates_of_seeds}), each about {_time(seconds)} ({source})"
         )
-    sweep.say(f"{len(missing)} to train in all, {sweep.jobs} at a time: about {_time(total)} without compilation")
+    sweep.say(f"{len(missing)} to train in all, {sweep.jobs} at a time: about {_time(total)}{on_top}")
     if len(set(rates)) > 1 and missing:
         sweep.say(
             f"A grid whose best rate is at its edge is extended by up to {EXTENSIONS} rates. "
