@@ -109,11 +109,10 @@ def test_preparing_nothing_is_one_sentence(refused, tmp_path):
 
 
 def test_sample_goes_on_from_the_prompt(home):
-    a, b = (script("sample", home / "run", "--prompt", "3 times ", "--tokens", 20) for _ in range(2))
-    assert a.returncode == 0, a.stderr
-    assert a.stdout.startswith("3 times ")
-    assert a.stdout == b.stdout  # the same seed
-    assert len(a.stdout.encode(errors="replace")) >= 20
+    result = script("sample", home / "run", "--prompt", "3 times ", "--tokens", 20)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("3 times ")
+    assert len(result.stdout.encode(errors="replace")) >= 20
 
 
 def test_help_shows_every_field(refused):

@@ -235,7 +235,7 @@ Sweep(Path({directory!r}), Path({trainer!r}), 2).complete(runs)
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_killed_comparison_is_resumed(tmp_path, trainer, kind):
     directory, seconds = tmp_path / "out", 0.5
     code = SWEEP.format(tests=str(Path(__file__).parent), directory=str(directory), trainer=str(trainer(seconds)))

@@ -7,12 +7,10 @@ import pytest
 from eight_devices import on_eight_devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [
-        ["ldm", "alone"],
-        pytest.param(["preln", "attnres", "attnres_block", "hc", "mhc", "denseformer"], marks=pytest.mark.slow),
-    ],
+    [["ldm", "alone"], ["preln", "attnres", "attnres_block", "hc", "mhc", "denseformer"]],
     ids=["ldm", "baselines"],
 )
 def test_tokens_are_those_of_one_device(names):
