@@ -19,7 +19,7 @@ class Arguments:
     """Prints loss, perplexity and bits per byte with standard errors; of a depth memory also without its reads."""
 
     run: tyro.conf.Positional[Path]
-    """Directory of the run."""
+    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step."""
     data: tuple[str, ...] = ()
     """Files, patterns of files, or prepared corpora, evaluated one by one. None: the held-out text of the run's own
     data."""

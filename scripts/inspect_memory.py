@@ -17,7 +17,7 @@ class Arguments:
     """Measures and draws how much each earlier layer contributes to each read, and the memory's figures by depth."""
 
     run: tyro.conf.Positional[Path]
-    """Directory of a run with ldm, attnres or attnres_block."""
+    """Directory of a run with ldm, attnres or attnres_block, for its last checkpoint; RUN@STEP for that of a step."""
     out: Path | None = None
     """Directory for the JSON file and the pictures. None: RUN/inspection."""
     windows: int = 64
@@ -39,9 +39,9 @@ def main() -> None:
     run = load_run(arguments.run)
     windows = load_data(run.config.data, run.config.model.vocabulary).validation_windows(arguments.windows).windows
     figures = inspect(run.config, run.params, windows, arguments.batch_size)
-    directory = arguments.out or arguments.run / "inspection"
+    directory = arguments.out or run.path / "inspection"
     tokens = len(windows.tokens) * run.config.data.context
-    title = f"{arguments.run.name}, step {run.step}, {tokens:,} held-out tokens"
+    title = f"{run.path.name}, step {run.step}, {tokens:,} held-out tokens"
     for file in [save_figures(run.config, figures, directory), *plot_inspection(run.config, figures, directory, title)]:
         print(file)
 

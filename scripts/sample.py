@@ -20,7 +20,7 @@ class Arguments:
     """Prints prompts and their continuations by a trained model. A single one is printed as it is generated."""
 
     run: tyro.conf.Positional[Path]
-    """Directory of the run."""
+    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step."""
     prompt: tuple[str, ...] = ("def ",)
     """Prompts, which are computed as one batch. An empty one is the start of a document."""
     tokens: int = 300

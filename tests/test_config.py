@@ -182,7 +182,7 @@ def fields(cls):
 def test_no_option_is_a_free_string():
     # Choices are enums, so that a typo is an error. Paths, prompts and names of projects are strings.
     strings = {name for _, name, hint in fields(Config) if hint in (str, str | None)}
-    assert strings == {"path", "validation_path", "checkpoints", "sample_prompt", "wandb_project"}
+    assert strings == {"path", "validation_path", "checkpoints", "init", "sample_prompt", "wandb_project"}
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -239,12 +239,21 @@ class Decay(enum.StrEnum):
     SQRT = "sqrt"
 
 
+class TrainedPart(enum.StrEnum):
+    """all: all parameters. mixer: those of the depth mixer; the backbone is frozen."""
+
+    ALL = "all"
+    MIXER = "mixer"
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its learning rate schedule."""
 
     name: OptimizerName = OptimizerName.ADAMW
     """adamw, or muon for the matrices of blocks and mixers, and adamw for the rest."""
+    train: TrainedPart = TrainedPart.ALL
+    """Parameters that are trained: all, or mixer, which freezes the backbone."""
     learning_rate: float = 3e-3
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's."""
     warmup_steps: int = 50
@@ -307,6 +316,9 @@ class TrainConfig:
     """B: windows per update."""
     accumulation: int = 1
     """Number of microbatches whose gradients are accumulated; it must divide batch_size."""
+    init: str | None = None
+    """Run whose parameters a new run starts from, RUN or RUN@STEP. What they lack of the mixer starts as in a new
+    model. None: a new model."""
     seed: int = 0
     """Random seed of the initial parameters and of the order of the data."""
     validate_every: int = 200
@@ -347,6 +359,7 @@ class TrainConfig:
         for name in ("keep_every", "spike_deviations"):
             value = getattr(self, name)
             check(value is None or value > 0, f"{name} is {value}, but it must be positive.")
+        check(self.init != "", "init is empty, but it must name a run; leave it out to start from a new model.")
         where = self.checkpoints
         check(where != "", "checkpoints is empty, but it must name a directory; leave it out for RUN/checkpoints.")
         check(
@@ -443,6 +456,11 @@ class Config:
     def __post_init__(self) -> None:
         check_option_types(self)
         self.mixer.options.check_width(self.model.width)
+        check(
+            self.optimizer.train is TrainedPart.ALL or self.mixer.kind != "preln",
+            "optimizer.train is mixer, but mixer.kind is preln, which has no parameters: set another mixer.kind, or "
+            "optimizer.train to all.",
+        )
         # A token outside the vocabulary would be embedded as NaN. Prepared corpora are checked when they are loaded.
         vocabulary = self.model.vocabulary
         check(

@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from ldm_jax.config import ModelConfig
 from ldm_jax.mixers import MixerConfig
@@ -38,6 +38,18 @@ def model_graph(model: ModelConfig, mixer: MixerConfig) -> nnx.GraphDef[Transfor
 def init_params(model: ModelConfig, mixer: MixerConfig, seed: int) -> Params:
     """The initial parameters, float32, from a seed. All but the mixer's are the same for every mixer."""
     return jax.jit(lambda: nnx.to_pure_dict(nnx.split(_make(model, mixer, seed), nnx.Param)[1]))()
+
+
+def split_mixer(params: Params) -> tuple[Params, Params]:
+    """The mixer's parameters, in all places, and those of the backbone; each as nested dictionaries."""
+    flat = traverse_util.flatten_dict(params)
+    mixer, backbone = ({path: leaf for path, leaf in flat.items() if ("mixer" in path) is of} for of in (True, False))
+    return traverse_util.unflatten_dict(mixer), traverse_util.unflatten_dict(backbone)
+
+
+def replace_params(params: Params, new: Params) -> Params:
+    """The parameters, with those that `new` has replaced by its; both are nested dictionaries."""
+    return traverse_util.unflatten_dict(traverse_util.flatten_dict(params) | traverse_util.flatten_dict(new))
 
 
 def parts_of(params: Any) -> dict[str, list[Any]]:

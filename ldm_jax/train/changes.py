@@ -34,6 +34,8 @@ class Changes(NamedTuple):
 def find_changes(old: Config, new: Config, trained: bool = True) -> Changes:
     """Compares two configs, apart from the options of mixers that are not used.
 
+    A run that no longer names the run it was started from (`train.init`) has not changed.
+
     Args:
         old: the config of a checkpoint.
         new: the config that the run is resumed with.
@@ -41,6 +43,7 @@ def find_changes(old: Config, new: Config, trained: bool = True) -> Changes:
     """
     if not trained:
         old = dataclasses.replace(new, model=old.model, mixer=old.mixer)
+    new = with_init(new, old)
     used = [_without(options_by_name(config), unused_options(config)) for config in (old, new)]
     text = [name for name in used[1] if name.startswith("data.") and name not in EXECUTION | WINDOWS]
     model = _phrases(*(_model(options, text) for options in used))
@@ -51,13 +54,20 @@ def find_changes(old: Config, new: Config, trained: bool = True) -> Changes:
     )
 
 
+def with_init(config: Config, saved: Config) -> Config:
+    """The config with `train.init` of the saved one, if it has none itself: a run keeps the name of its origin."""
+    if config.train.init is not None:
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, init=saved.train.init))
+
+
 def _model(options: dict[str, Any], text: list[str]) -> dict[str, Any]:
     local = options["model.attention"] is AttentionImplementation.LOCAL
     sections = "model.", "mixer.", "data."
     return {
         **{name: value for name, value in _without(options, {*text, *EXECUTION}).items() if name.startswith(sections)},
         "model.attention": "local" if local else "softmax",
-        "train.seed": options["train.seed"],
+        **{name: options[name] for name in ("train.seed", "train.init", "optimizer.train")},
         "optimizer.name": options["optimizer.name"],
         "optimizer.ema > 0": options["optimizer.ema"] > 0,
     }

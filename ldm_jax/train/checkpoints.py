@@ -7,24 +7,30 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax import traverse_util
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import parse_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, writing
+from ldm_jax.nn import Params, replace_params
 from ldm_jax.parallel import first_failure, is_leader, wait_for_all
 from ldm_jax.sharding import constrain
 from ldm_jax.train.step import TrainState
 from ldm_jax.train.storage import STORE_FILE, in_bucket, silence_background_errors, storage_error, storage_path
+
+T = TypeVar("T")
 
 SPARE_BYTES = 2_000_000
 """Disk space that a save needs beside its arrays: index, metadata, metrics."""
@@ -47,6 +53,16 @@ class Progress(NamedTuple):
     """The whole config, as TOML."""
     tokenizer: dict[str, str]
     """Content of the tokenizer's files, by file name; empty for a model that was imported without one."""
+
+
+class SavedParams(NamedTuple):
+    """The parameters in a checkpoint, without the rest of its training state."""
+
+    step: int
+    params: Params
+    averaged: bool
+    """Whether they are the moving average of the parameters, as far as these were trained."""
+    progress: Progress
 
 
 class Checkpoints:
@@ -203,23 +219,44 @@ class Checkpoints:
             UserError: there are checkpoints, but none is intact or has such arrays; or one was saved in 64-bit mode
                 by an earlier version, and the mode is off.
         """
+        found = self._first_intact(lambda step: self._restore(step, like))
+        return None if found is None else (*found[0], found[1])
+
+    def restore_params(self, like: Params, step: int | None = None) -> tuple[SavedParams, list[str]] | None:
+        """Restores the parameters to evaluate, from the checkpoint of a step or the newest one that is intact.
+
+        Only they are read, verified by their part of the fingerprint. Otherwise as `restore_latest`.
+
+        Args:
+            like: their shapes, types and shardings, as `jax.ShapeDtypeStruct`s.
+            step: None for the newest intact checkpoint.
+
+        Raises:
+            UserError: as `restore_latest`; there is no checkpoint of this step, or it is corrupt.
+        """
+        if step is not None and step not in (steps := self._manager.all_steps()):
+            kept = ", ".join(map(str, sorted(steps))) or "none"
+            raise UserError(f"{self.directory} has no checkpoint of step {step}: the steps kept are {kept}.")
+        return self._first_intact(lambda step: self._restore_params(step, like), step)
+
+    def _first_intact(self, restore: Callable[[int], T], only: int | None = None) -> tuple[T, list[str]] | None:
         warnings: list[str] = []
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in sorted(self._manager.all_steps() if only is None else [only], reverse=True):
             restored, why = None, None
             try:
-                restored = self._restore(step, like)
+                restored = restore(step)
             except UserError:
                 raise
             except Exception as error:
                 removed = not (self.directory / str(step)).exists()
                 if removed and jax.process_count() == 1:  # by another process, which trains and keeps only the latest
                     self._manager.reload()
-                    return self.restore_latest(like)
+                    return self._first_intact(restore, only)
                 why = _reason(error)
             if (why := _reason_of_all(why)) is not None:
                 warnings.append(f"the checkpoint of step {step} in {self.directory} is corrupt: {why}")
             elif restored is not None:
-                return *restored, warnings
+                return restored, warnings
         if warnings:
             raise UserError(
                 f"no checkpoint in {self.directory} can be read: {warnings[0]} Restore one from a backup, or give "
@@ -228,7 +265,10 @@ class Checkpoints:
         return None
 
     def _restore(self, step: int, like: TrainState) -> tuple[TrainState, Progress]:
-        target = self._with_saved_types(step, jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(like)))
+        target, saved = jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(like)), self._saved_arrays(step)
+        if not any(name.startswith("optimizer.") for name in saved):  # an imported model has only step and parameters
+            target = {name: target[name] for name in ("step", "params")}
+        target = self._with_saved_types(step, saved, target)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
                 target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
@@ -246,21 +286,56 @@ class Checkpoints:
             state = state._replace(average=jax.tree.map(jnp.copy, state.params))
         return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), state, like), progress
 
-    def _with_saved_types(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
-        """The arrays to restore, with the types in which they were saved: the fingerprint is of those.
+    def _restore_params(self, step: int, like: Params) -> SavedParams:
+        saved = self._saved_arrays(step)
+        parts: dict[str, Any] = {"average": {}, "params": {}}
+        for path, leaf in traverse_util.flatten_dict(like).items():
+            part = "average" if ".".join(("average", *path)) in saved else "params"
+            parts[part][path] = leaf
+        place = jax.tree.leaves(like)[0].sharding
+        if isinstance(place, NamedSharding):
+            place = NamedSharding(place.mesh, PartitionSpec())
+        target = {part: traverse_util.unflatten_dict(leaves) for part, leaves in parts.items() if leaves}
+        target["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+        target = self._with_saved_types(step, {name: saved[name] for name in _by_name(target) if name in saved}, target)
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+                target,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                partial_restore=True,
+            ),
+            progress=ocp.args.JsonRestore(),
+            fingerprint=ocp.args.JsonRestore(),
+        )
+        restored = self._manager.restore(step, args=items)
+        state, progress = restored["state"], Progress(**restored["progress"])
+        # A fingerprint is in the order of the flattened tree: for nested dictionaries, that of the parts of the names.
+        order = sorted(saved, key=lambda name: name.split("."))
+        numbers = dict(zip(order, restored["fingerprint"]["leaves"], strict=True))
+        if np.asarray(fingerprint(state)).tolist() != [numbers[name] for name in _by_name(target)]:
+            raise ValueError("its content does not match its fingerprint")
+        if _digest(progress._asdict()) != restored["fingerprint"]["progress"]:
+            raise ValueError("its progress does not match its fingerprint")
+        if int(state["step"]) != step:
+            raise ValueError(f"it holds the state of step {int(state['step'])}")
+        average = state.get("average", {})
+        params = replace_params(state.get("params", {}), average)
+        params = jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), params, like)
+        return SavedParams(step, params, bool(average), progress)
 
-        The checkpoint of an imported model has only step and parameters.
+    def _saved_arrays(self, step: int) -> dict[str, Any]:
+        """The types and shapes of a checkpoint's arrays, by name."""
+        metadata = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / "state")
+        return {array.name: array for array in jax.tree.leaves(metadata.tree)}
+
+    def _with_saved_types(self, step: int, saved: Mapping[str, Any], target: dict[str, Any]) -> dict[str, Any]:
+        """The arrays to restore, with the types in which they were saved: the fingerprint is of those.
 
         Raises:
             ValueError: the checkpoint has other arrays.
             UserError: it was saved in JAX's 64-bit mode by an earlier version, and the mode is off.
         """
-        metadata = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / "state")
-        saved = {array.name: array for array in jax.tree.leaves(metadata.tree)}
-        if not any(name.startswith("optimizer.") for name in saved):
-            target = {name: target[name] for name in ("step", "params")}
-        arrays, structure = jax.tree_util.tree_flatten_with_path(target)
-        wanted = {jax.tree_util.keystr(path, simple=True, separator="."): array for path, array in arrays}
+        wanted = _by_name(target)
         for name in dict.fromkeys([*wanted, *saved]):
             found, expected = (_type(tree.get(name)) for tree in (saved, wanted))
             if found.replace("float64", "float32") != expected:
@@ -276,7 +351,8 @@ class Checkpoints:
                     f"the checkpoint of step {step} in {self.directory} was saved in JAX's 64-bit mode ({name} is "
                     f"{found}): set JAX_ENABLE_X64=1 and train some steps; what is then saved can be read in any mode."
                 )
-        return jax.tree.unflatten(structure, [each.update(dtype=saved[name].dtype) for name, each in wanted.items()])
+        typed = [each.update(dtype=saved[name].dtype) for name, each in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(target), typed)
 
     def rename_corrupt(self, later_than: int) -> None:
         """Renames the directories of skipped checkpoints, so that their steps can be saved again.
@@ -361,6 +437,12 @@ def _digests(saved: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 def _digest(progress: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(progress, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """The leaves by name, such as `params.embed.embedding`, in the tree's order."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _type(array: Any) -> str:

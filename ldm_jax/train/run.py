@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ldm_jax.config import Config
-from ldm_jax.config.toml import config_to_toml, options_by_name, unused_options
+from ldm_jax.config.toml import config_to_toml, options_by_name, parse_config, unused_options
 from ldm_jax.data import Data, Tokenizer, load_data
 from ldm_jax.errors import UserError
 from ldm_jax.files import save_text
@@ -26,12 +26,14 @@ from ldm_jax.parallel import (
     on_leader,
     require_same,
 )
+from ldm_jax.train.changes import with_init
 from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.device import check_device
 from ldm_jax.train.loop import Loop
 from ldm_jax.train.optimizer import effective_warmup
 from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.sinks import MetricsLogger
+from ldm_jax.train.start import start
 from ldm_jax.train.step import TrainState, make_state
 from ldm_jax.train.stop_signal import StopSignal
 from ldm_jax.train.storage import require_writable
@@ -46,7 +48,8 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
     """Trains until `train.steps`; the directory `path` then holds the config, metrics, checkpoints and a sample.
 
     A run that is already in `path` is resumed from its last intact checkpoint, and ends with the same bits as one that
-    was never interrupted. SIGTERM and SIGINT save a checkpoint and end the training early.
+    was never interrupted. A new run starts from the parameters of the run `train.init`, if that is set.
+    SIGTERM and SIGINT save a checkpoint and end training early.
 
     With several processes, which `jax.distributed` connects, all call this function with the same config, and with the
     same `path` on shared storage (or with `train.checkpoints` on shared storage). Process 0 writes and prints. A signal
@@ -80,8 +83,9 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
             changes, warnings = [], [*data.warnings]
             on_leader(lambda: changes.extend(directory.claim(checkpoints, config, data.fingerprint)))
             checkpoints.remove_leftovers()
-            state = make_state(config, mesh)
             progress = Progress(0, 0.0, data.fingerprint, config_to_toml(config), tokenizer_files(data.tokenizer))
+            is_new = checkpoints.latest_step() is None
+            state, lines = start(config, data, mesh) if is_new else (make_state(config, mesh), [])
             if (restored := checkpoints.restore_latest(state)) is not None:
                 tokenizer = progress.tokenizer
                 state, progress, skipped = restored
@@ -90,11 +94,12 @@ def train(config: Config, path: Path, console: Console | None = None) -> TrainSt
                         f"the run in {path} was trained with another tokenizer than that of the data: restore the "
                         "corpus, or give another --run."
                     )
+                config = with_init(config, parse_config(progress.config, f"the config of step {state.step}"))
                 checkpoints.rename_corrupt(later_than=int(state.step))
                 warnings += skipped
             on_leader(lambda: warnings.extend(directory.restore_config(progress.config, is_new=restored is None)))
             notes = {"changed": changes, "unused": _unused(config), "warning": warnings}
-            lines = [f"{kind:<12}{text}" for kind, texts in notes.items() for text in texts]
+            lines += [f"{kind:<12}{text}" for kind, texts in notes.items() for text in texts]
             _introduce(console, config, path, data, mesh, state, progress, lines)
             if int(state.step) < config.train.steps:
                 progress = progress._replace(

@@ -12,19 +12,22 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from etils import epath
 from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import read_config
 from ldm_jax.data import MissingTokenizer, Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, name_aside, save_text, writing
-from ldm_jax.nn import Params, Transformer, model_graph
+from ldm_jax.nn import Params, Transformer, init_params, model_declarations, model_graph
+from ldm_jax.parallel import first_failure, is_leader
+from ldm_jax.parameters import shardings
 from ldm_jax.train.changes import find_changes
 from ldm_jax.train.checkpoints import Checkpoints, holds_checkpoints
 from ldm_jax.train.device import adapt
-from ldm_jax.train.step import make_state
 from ldm_jax.train.storage import PROBE_FILE, STORE_FILE, storage_path
 
 MARK = "# The whole config of this run, written by ldm_jax.\n"
@@ -210,46 +213,57 @@ def _is_early(entry: Path) -> bool:
 
 
 class TrainedRun(NamedTuple):
-    """The last checkpoint of a run, for evaluation and sampling; `nnx.merge(graph, params)` is the model."""
+    """A checkpoint of a run, for evaluation and sampling; `nnx.merge(graph, params)` is the model."""
 
+    path: Path
+    """Directory of the run."""
     config: Config
     step: int
     graph: nnx.GraphDef[Transformer]
     params: Params
+    averaged: bool
+    """Whether the parameters are a moving average (`optimizer.ema`)."""
     tokenizer: Tokenizer
     corpus: str
     """Fingerprint of the corpus that the model was trained on; empty if it was imported and has not been trained."""
 
 
-def load_run(path: Path) -> TrainedRun:
-    """Loads the last checkpoint of the run in a directory, which does not change.
+def load_run(path: Path, mesh: Mesh | None = None) -> TrainedRun:
+    """Loads a checkpoint of a run, whose directory does not change. Only the parameters to evaluate are read.
 
     Options that this device does not support are replaced by equivalent ones, and a lost or broken config.toml by the
     config of the last checkpoint. A line on stderr reports each.
 
+    Args:
+        path: RUN for the last checkpoint of the run in this directory, or RUN@STEP for that of a step.
+        mesh: where the parameters are placed; None for one device. All processes of a job call this together.
+
     Raises:
-        UserError: the directory holds no run, or the run has no checkpoint yet.
+        UserError: the directory holds no run, or the run has no such checkpoint.
     """
+    path, step = _split_step(path)
+    config = _written(path / "config.toml")
+    store = epath.Path(path / "checkpoints") if config is None else checkpoint_directory(config, path)
+    every = "" if config is None else f" ({config.train.checkpoint_every})"
+    none = f"the run in {path} has no checkpoint yet: the first is saved after train.checkpoint_every{every} steps."
     if not _is_run(path):
-        raise UserError(f"{path} holds no run: give a directory that scripts/train.py has written.")
-    file = path / "config.toml"
-    config = _written(file)
-    store = path / "checkpoints" if config is None else checkpoint_directory(config, path)
+        failure = f"{path} holds no run: give a directory that scripts/train.py has written."
+    else:
+        failure = None if holds_checkpoints(store) else none
+    if (failure := first_failure(failure)) is not None:
+        raise UserError(failure)
     with contextlib.closing(Checkpoints(store, keep=1)) as checkpoints:
         check_store(checkpoints.directory, path, read_identity(path / RUN_FILE))
         saved = checkpoints.last_config()
         if saved is not None and (config is None or find_changes(saved[0], config, trained=bool(saved[1])).model):
+            file = path / "config.toml"
             _print(f"warning: {file} is lost, broken or of another model: the config of the last checkpoint is used.")
             config = saved[0]
-        config = read_config(file) if config is None else config
-        config, replaced = adapt(config)
-        restored = checkpoints.restore_latest(make_state(config))
+        config, replaced = adapt(read_config(path / "config.toml") if config is None else config)
+        restored = checkpoints.restore_params(_param_shapes(config, mesh), step)
     if restored is None:
-        raise UserError(
-            f"the run in {path} has no checkpoint yet: the first is saved after train.checkpoint_every "
-            f"({config.train.checkpoint_every}) steps."
-        )
-    state, progress, warnings = restored
+        raise UserError(none)
+    (step, params, averaged, progress), warnings = restored
     for line in (
         *(f"warning: {warning}" for warning in warnings),
         *(f"note: {why}: {new} is used." for why, new in replaced.items()),
@@ -261,8 +275,25 @@ def load_run(path: Path) -> TrainedRun:
         has_one = bool(progress.tokenizer)
         tokenizer = load_tokenizer(Path(directory)) if has_one else MissingTokenizer(config.model.vocabulary)
     graph = model_graph(config.model, config.mixer)
-    return TrainedRun(config, int(state.step), graph, state.eval_params, tokenizer, progress.corpus)
+    return TrainedRun(path, config, step, graph, params, averaged, tokenizer, progress.corpus)
+
+
+def _split_step(path: Path) -> tuple[Path, int | None]:
+    """The directory and the step of RUN@STEP. A directory that has such a name is a run."""
+    match = re.fullmatch(r"(.+)@(\d+)", str(path))
+    return (path, None) if match is None or path.is_dir() else (Path(match[1]), int(match[2]))
+
+
+def _param_shapes(config: Config, mesh: Mesh | None) -> Params:
+    """The parameters as `jax.ShapeDtypeStruct`s with shardings."""
+    shapes = jax.eval_shape(lambda: init_params(config.model, config.mixer, 0))
+    if mesh is None:
+        places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
+    else:
+        places = shardings(shapes, mesh, model_declarations(config.model, config.mixer))
+    return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes, places)
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr)
+    if is_leader():
+        print(line, file=sys.stderr)

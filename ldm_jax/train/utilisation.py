@@ -2,7 +2,7 @@
 
 import jax
 
-from ldm_jax.config import Config
+from ldm_jax.config import Config, TrainedPart
 from ldm_jax.nn import count_parameters, init_params
 
 PEAK_FLOPS = {
@@ -23,6 +23,8 @@ PEAK_FLOPS = {
 def model_flops_per_token(config: Config) -> float:
     """Flops of forward and backward pass, `6 (parameters in matmuls) + 12 depth H C T`.
 
+    A frozen parameter counts 4, because its own gradient is not computed.
+
     The embedding counts only where it is used as the head. The depth memory's state and everything that is computed
     again in the backward pass do not count. Source: Chowdhery et al., arXiv 2204.02311, appendix B.
     """
@@ -30,7 +32,8 @@ def model_flops_per_token(config: Config) -> float:
     counts = count_parameters(jax.eval_shape(lambda: init_params(model, config.mixer, 0)))
     head = model.width * model.vocabulary
     attention = model.depth * model.heads * model.head_dim_or_default * config.data.context
-    return 6.0 * (counts["blocks"] + counts["mixer"] + head) + 12.0 * attention
+    frozen = 4.0 if config.optimizer.train is TrainedPart.MIXER else 6.0
+    return 6.0 * counts["mixer"] + frozen * (counts["blocks"] + head) + 12.0 * attention
 
 
 def peak_flops(devices: int) -> float | None:
