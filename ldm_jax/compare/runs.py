@@ -58,7 +58,6 @@ def config_hash(config: Config) -> str:
         and value != ADDED_OPTIONS.get(name)
         and name.rpartition(".")[0] in tables
         and name not in ("optimizer.learning_rate", "train.seed")
-        and (name, value) != ("optimizer.train", "all")  # was added later
     }
     return hashlib.sha256(json.dumps(used, sort_keys=True).encode()).hexdigest()[:8]
 

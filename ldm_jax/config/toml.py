@@ -20,7 +20,7 @@ RENAMED_VALUES = {"mixer.backward": {"undone": "reversible", "recomputed": "rema
 REMOVED_OPTIONS = {"mixer.ldm.read_into": "branch"}
 """Options that were removed, with the value that the code now always has: it is ignored, any other is an error."""
 
-ADDED_OPTIONS = {"model.norm_eps": 1e-6, "model.scale_embedding": True}
+ADDED_OPTIONS = {"model.norm_eps": 1e-6, "model.scale_embedding": True, "optimizer.train": "all"}
 """Options that were added, with the value that stands for what the code did before."""
 
 

@@ -1,7 +1,7 @@
 """Run by test_mesh.py in a process with eight devices: training, and restoring on several meshes.
 
-Prints the step, the devices and shards used, whether all meshes restore the same bits, and whether the statistics of a
-memory equal those of one device.
+Prints the step, the devices and shards used, whether all meshes restore the same bits, whether a frozen backbone keeps
+them, and whether the statistics of a memory equal those of one device.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ import numpy as np
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from ldm_jax.config import Config, MeshConfig, ModelConfig
+from ldm_jax.config import Config, MeshConfig, ModelConfig, TrainedPart
 from ldm_jax.data import Batch
 from ldm_jax.infer import make_memory_figures
-from ldm_jax.mixers import LDMConfig, MixerConfig
-from ldm_jax.nn import model_declarations
+from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
+from ldm_jax.nn import model_declarations, split_mixer
 from ldm_jax.parallel import make_mesh
 from ldm_jax.parameters import shardings
 from ldm_jax.train import load_run, make_state, train
@@ -45,6 +45,21 @@ def error_of_figures():
     return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
 
 
+def frozen_backbone(config, directory, params):
+    """Whether a run on a mesh that starts from the other run has its backbone after some steps, sharded as there."""
+    config = dataclasses.replace(
+        config,
+        mixer=MixerConfig(MixerKind.DENSEFORMER),
+        optimizer=dataclasses.replace(config.optimizer, train=TrainedPart.MIXER),
+        train=dataclasses.replace(config.train, steps=2, init=str(directory / "run")),
+    )
+    state = train(config, directory / "grown", Console(file=io.StringIO()))
+    backbone = split_mixer(state.params)[1]
+    kernel = backbone["blocks"]["mlp"]["function"]["up"]["kernel"]
+    is_sharded = kernel.size == 4 * kernel.addressable_data(0).size
+    return is_sharded and digest(backbone) == digest(split_mixer(params)[1])
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     config = tiny(make_corpus(directory / "corpus"), steps=20, checkpoint_every=20, validate_every=20)
@@ -63,6 +78,7 @@ def main() -> None:
         digests.append(digest((restored[0].params, restored[0].optimizer)))
     alone = load_run(directory / "run")
     found |= {"same_bits": len(set(digests)) == 1 and digest(alone.params) == digest(state.params)}
+    found |= {"frozen": frozen_backbone(on(2, 2, 1, 2), directory, alone.params)}
     found |= {"same_figures": error_of_figures() < 1e-5}
     print(json.dumps(found))
 

@@ -117,4 +117,6 @@ def test_sizes():
 def test_a_checkpoint_of_a_mesh_is_restored_on_others(tmp_path):
     found = json.loads(on_eight_devices("sharded_training.py", str(tmp_path)).splitlines()[-1])
     # The MLP's kernel is sharded over fsdp and tensor, two each.
-    assert found == {"step": 20, "devices": [8], "parts": 4, "same_bits": True, "same_figures": True}
+    assert found == {
+        "step": 20, "devices": [8], "parts": 4, "same_bits": True, "frozen": True, "same_figures": True,
+    }  # fmt: skip
