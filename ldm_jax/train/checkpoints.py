@@ -295,7 +295,7 @@ class Checkpoints:
         place = jax.tree.leaves(like)[0].sharding
         if isinstance(place, NamedSharding):
             place = NamedSharding(place.mesh, PartitionSpec())
-        target = {part: traverse_util.unflatten_dict(leaves) for part, leaves in parts.items() if leaves}
+        target: dict[str, Any] = {part: traverse_util.unflatten_dict(each) for part, each in parts.items() if each}
         target["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
         target = self._with_saved_types(step, {name: saved[name] for name in _by_name(target) if name in saved}, target)
         items = ocp.args.Composite(
