@@ -9,9 +9,8 @@ import tyro
 from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.data import ValidationText, load_data, load_validation_text
 from ldm_jax.errors import UserError
-from ldm_jax.infer import make_evaluate
+from ldm_jax.infer import Model, load_model, make_evaluate
 from ldm_jax.mixers import DepthMemoryConfig, without_reads
-from ldm_jax.train import TrainedRun, load_run
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def main() -> None:
     for name in ("windows", "batch_size"):
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
-    run = load_run(arguments.run)
+    run = load_model(arguments.run)
     for path in arguments.data:
         text = load_validation_text(path, run.config.data, run.tokenizer)
         _evaluate(run, text, f"tokens of {path}", arguments)
@@ -48,7 +47,7 @@ def main() -> None:
         _evaluate(run, data, "held-out tokens", arguments)
 
 
-def _evaluate(run: TrainedRun, text: ValidationText, tokens: str, arguments: Arguments) -> None:
+def _evaluate(run: Model, text: ValidationText, tokens: str, arguments: Arguments) -> None:
     windows = text.validation_windows(arguments.windows)
     evaluate = make_evaluate(
         run.graph, arguments.batch_size, text.bytes_per_token, end_of_document=text.tokenizer.end_of_document

@@ -9,7 +9,7 @@ import tyro
 from ldm_jax.config.command_line import parse, require_matplotlib, run_script
 from ldm_jax.data import load_data
 from ldm_jax.errors import UserError
-from ldm_jax.train import load_run
+from ldm_jax.infer import load_model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def main() -> None:
     for name in ("windows", "batch_size"):
         if getattr(arguments, name) < 1:
             raise UserError(f"{name} is {getattr(arguments, name)}, but it must be at least 1.")
-    run = load_run(arguments.run)
+    run = load_model(arguments.run)
     windows = load_data(run.config.data, run.config.model.vocabulary).validation_windows(arguments.windows).windows
     figures = inspect(run.config, run.params, windows, arguments.batch_size)
     directory = arguments.out or run.path / "inspection"

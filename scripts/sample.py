@@ -11,8 +11,7 @@ import tyro
 
 from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.errors import UserError
-from ldm_jax.infer import Sampling, complete
-from ldm_jax.train import load_run
+from ldm_jax.infer import Sampling, complete, load_model
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Arguments:
 def main() -> None:
     """Parses the arguments and prints the texts."""
     arguments = parse(Arguments)
-    run = load_run(arguments.run)
+    run = load_model(arguments.run)
     if "" in arguments.prompt and run.config.data.separate_documents:
         raise UserError(
             "a prompt is empty, but this run was trained with data.separate_documents, so the model has not learned "

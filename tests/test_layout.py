@@ -16,7 +16,9 @@ LAYERS = [
     {"memory"},
     {"mixers"},
     {"nn"},
-    {"data", "infer", "parallel"},
+    {"data", "parallel"},
+    {"runs"},
+    {"infer"},
     {"train"},
     {"compare", "interpret", "roofline", "bench", "convert"},
 ]

@@ -13,14 +13,13 @@ from ldm_jax.config import Config, DataConfig
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.convert.hf_config import read_hf_config
 from ldm_jax.convert.hf_weights import PRELN, HFWeights, load_hf_params
-from ldm_jax.data import JsonTokenizer, read_tokenizer
+from ldm_jax.data import JsonTokenizer, read_tokenizer, tokenizer_files
 from ldm_jax.errors import UserError
 from ldm_jax.files import writing
+from ldm_jax.runs.checkpoints import Checkpoints, Progress
+from ldm_jax.runs.run_directory import RunDirectory
+from ldm_jax.runs.state import TrainState
 from ldm_jax.sharding import MeshAxis
-from ldm_jax.train.checkpoints import Checkpoints, Progress
-from ldm_jax.train.run import tokenizer_files
-from ldm_jax.train.run_directory import RunDirectory
-from ldm_jax.train.step import TrainState
 
 
 def import_hf(

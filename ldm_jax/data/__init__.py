@@ -10,6 +10,8 @@ from ldm_jax.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     read_tokenizer,
+    tokenizer_files,
+    tokenizer_from_files,
     train_bpe,
 )
 
@@ -31,5 +33,7 @@ __all__ = [
     "load_tokenizer",
     "load_validation_text",
     "read_tokenizer",
+    "tokenizer_files",
+    "tokenizer_from_files",
     "train_bpe",
 ]

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -230,6 +231,21 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if tokenizer.fingerprint != description.get("fingerprint"):
         raise UserError(f"{directory / TOKENIZER_FILE} is not the file that was saved there: restore it.")
     return tokenizer
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """The content of the files that `Tokenizer.save` writes, by name."""
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save(Path(directory))
+        return {file.name: file.read_bytes().decode() for file in sorted(Path(directory).iterdir())}
+
+
+def tokenizer_from_files(files: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer whose `tokenizer_files` these are. Raises UserError as `load_tokenizer`."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, text in files.items():
+            (Path(directory) / name).write_bytes(text.encode())
+        return load_tokenizer(Path(directory))
 
 
 def read_tokenizer(file: Path, end_of_document: str | None = None) -> JsonTokenizer:

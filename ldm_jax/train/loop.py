@@ -20,11 +20,12 @@ from ldm_jax.mixers import DepthMemoryConfig
 from ldm_jax.nn import model_graph
 from ldm_jax.parallel import LocalRows, StopVote, is_leader
 from ldm_jax.progress import TrainingLine
+from ldm_jax.runs.checkpoints import Checkpoints, Progress
+from ldm_jax.runs.state import TrainState
 from ldm_jax.sharding import batch_sharding
-from ldm_jax.train.checkpoints import Checkpoints, Progress
 from ldm_jax.train.metrics import Row
 from ldm_jax.train.sinks import MetricsLogger
-from ldm_jax.train.step import StepMetrics, TrainState, make_train_step
+from ldm_jax.train.step import StepMetrics, make_train_step
 from ldm_jax.train.stop_signal import StopSignal
 from ldm_jax.train.utilisation import device_memory_bytes, model_flops_per_token, peak_flops
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import config_to_toml, options_by_name, parse_config, unused_options
-from ldm_jax.data import Data, Tokenizer, load_data
+from ldm_jax.data import Data, Tokenizer, load_data, tokenizer_files
 from ldm_jax.errors import UserError
 from ldm_jax.files import save_text
 from ldm_jax.infer import Sampling, complete
@@ -26,17 +25,18 @@ from ldm_jax.parallel import (
     on_leader,
     require_same,
 )
-from ldm_jax.train.changes import with_init
-from ldm_jax.train.checkpoints import Checkpoints, Progress
-from ldm_jax.train.device import check_device
+from ldm_jax.runs.changes import with_init
+from ldm_jax.runs.checkpoints import Checkpoints, Progress
+from ldm_jax.runs.device import check_device
+from ldm_jax.runs.run_directory import RunDirectory, checkpoint_directory
+from ldm_jax.runs.state import TrainState
+from ldm_jax.runs.storage import require_writable
 from ldm_jax.train.loop import Loop
 from ldm_jax.train.optimizer import effective_warmup
-from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory
 from ldm_jax.train.sinks import MetricsLogger
 from ldm_jax.train.start import start
-from ldm_jax.train.step import TrainState, make_state
+from ldm_jax.train.step import make_state
 from ldm_jax.train.stop_signal import StopSignal
-from ldm_jax.train.storage import require_writable
 
 SAME_PACKAGES = "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
 """Packages that need the same version on all hosts."""
@@ -134,13 +134,6 @@ def _check_shared(directory: RunDirectory, config: Config) -> None:
 
 def _packages() -> str:
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in SAME_PACKAGES)
-
-
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """The content of the files that `Tokenizer.save` writes, by name."""
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save(Path(directory))
-        return {file.name: file.read_bytes().decode() for file in sorted(Path(directory).iterdir())}
 
 
 def _unused(config: Config) -> list[str]:

@@ -1,6 +1,5 @@
 """The first state of a run: a new model, or the parameters of another run."""
 
-from pathlib import Path
 from typing import Any
 
 from flax import nnx, traverse_util
@@ -9,11 +8,11 @@ from jax.sharding import Mesh
 from ldm_jax.config import Config, TrainedPart
 from ldm_jax.data import Data
 from ldm_jax.errors import UserError
-from ldm_jax.infer import make_evaluate
+from ldm_jax.infer import Model, load_model, make_evaluate
 from ldm_jax.nn import Params, Transformer, model_graph
-from ldm_jax.train.changes import find_changes
-from ldm_jax.train.run_directory import TrainedRun, load_run
-from ldm_jax.train.step import TrainState, make_state, state_shapes
+from ldm_jax.runs.changes import find_changes
+from ldm_jax.runs.state import TrainState
+from ldm_jax.train.step import make_state, state_shapes
 
 
 def start(config: Config, data: Data, mesh: Mesh | None) -> tuple[TrainState, list[str]]:
@@ -30,7 +29,7 @@ def start(config: Config, data: Data, mesh: Mesh | None) -> tuple[TrainState, li
         frozen = config.optimizer.train is TrainedPart.MIXER
         note = "warning     optimizer.train is mixer without train.init: the backbone stays as it is initialised"
         return make_state(config, mesh), [note] if frozen else []
-    run = load_run(Path(config.train.init), mesh)
+    run = load_model(config.train.init, mesh)
     if run.tokenizer.fingerprint != data.tokenizer.fingerprint:
         raise UserError(
             f"the run {run.path} was trained with another tokenizer than that of the data: prepare the data with the "
@@ -52,7 +51,7 @@ def start(config: Config, data: Data, mesh: Mesh | None) -> tuple[TrainState, li
     ]
 
 
-def _match(run: TrainedRun, config: Config) -> tuple[Params, list[str]]:
+def _match(run: Model, config: Config) -> tuple[Params, list[str]]:
     """The parameters of the run that a model of this config takes, and lines that name all others.
 
     Raises:

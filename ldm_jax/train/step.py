@@ -1,7 +1,7 @@
 """The training step: a pure function of the training state and a batch."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from ldm_jax.nn import (
     target_weights,
 )
 from ldm_jax.parameters import shardings
+from ldm_jax.runs.state import LossRecord, Skips, TrainState
 from ldm_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from ldm_jax.typing import Scalar
 
@@ -30,19 +31,6 @@ LOSS_DECAY = 0.99
 """Decay of the running mean of losses, which then spans about 100 steps."""
 MIN_LOSSES = 100
 """Losses before any is called a spike, because the first ones fall fast."""
-
-
-class LossRecord(NamedTuple):
-    """Running mean and variance of the losses of all updates that were applied."""
-
-    mean: Scalar
-    variance: Scalar
-    losses: Int[Array, ""]
-
-    @classmethod
-    def empty(cls) -> "LossRecord":
-        """The record of no loss."""
-        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def record_loss(past: LossRecord, loss: Scalar) -> LossRecord:
@@ -60,41 +48,6 @@ def is_spike(past: LossRecord, loss: Scalar, deviations: float | None) -> Bool[A
         return jnp.zeros((), bool)
     bound = past.mean + deviations * jnp.sqrt(past.variance)
     return (past.losses >= MIN_LOSSES) & (loss > bound)
-
-
-class Skips(NamedTuple):
-    """Updates that were skipped, because the loss or the gradient was not finite, or the loss was a spike.
-
-    A batch without targets has no update and is not counted.
-    """
-
-    total: Int[Array, ""]
-    in_a_row: Int[Array, ""]
-
-
-class TrainState(NamedTuple):
-    """Everything that a training step changes, as a pytree of arrays."""
-
-    step: Int[Array, ""]
-    """Batches seen, including those whose updates were skipped."""
-    params: Params
-    """Nested dictionaries of float32 arrays."""
-    optimizer: optax.OptState
-    skips: Skips
-    losses: LossRecord
-    average: Params | None
-    """Exponential moving average of the trained parameters; None unless `optimizer.ema` is set."""
-
-    @classmethod
-    def imported(cls, params: Params) -> "TrainState":
-        """The state of an imported model, for a checkpoint: what is None starts as in a new run."""
-        absent: Any = None
-        return cls(jnp.zeros((), jnp.int32), params, absent, absent, absent, None)
-
-    @property
-    def eval_params(self) -> Params:
-        """The parameters to evaluate: their moving average if there is one."""
-        return self.params if self.average is None else replace_params(self.params, self.average)
 
 
 class StepMetrics(NamedTuple):

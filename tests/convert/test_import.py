@@ -20,10 +20,11 @@ from ldm_jax.convert import HFWeights, import_hf, load_hf_params, read_hf_config
 from ldm_jax.convert.hf_weights import PRELN
 from ldm_jax.data.preparation import PrepareOptions, prepare
 from ldm_jax.errors import UserError
+from ldm_jax.infer import load_model
 from ldm_jax.nn import init_params, model_graph
 from ldm_jax.nn.cache import init_cache
-from ldm_jax.train import load_run, make_state, train
-from ldm_jax.train.checkpoints import Checkpoints
+from ldm_jax.runs.checkpoints import Checkpoints
+from ldm_jax.train import make_state, train
 
 CASES = Path(__file__).parent / "cases"
 NAMES = sorted(case.name for case in CASES.iterdir())
@@ -105,7 +106,7 @@ def test_an_imported_model_is_a_run(tmp_path, capsys):
     shutil.copytree(CASES / "llama3_rope_bf16", source)
     tokenizer_file(source)
     config = import_hf(source, out)
-    run = load_run(out)
+    run = load_model(out)
     assert (run.config, run.step, run.corpus) == (config, 0, "")
     assert run.tokenizer.end_of_document == 0
     assert config.data.context == 1024
@@ -125,7 +126,7 @@ def test_an_imported_model_is_a_run(tmp_path, capsys):
 
 def test_a_model_without_a_tokenizer_takes_no_text(tmp_path):
     import_hf(CASES / "llama_tied_gqa", tmp_path / "run", context=16)
-    run = load_run(tmp_path / "run")
+    run = load_model(tmp_path / "run")
     with pytest.raises(UserError, match="without a tokenizer"):
         run.tokenizer.encode("a")
 
@@ -138,7 +139,7 @@ def test_the_end_of_a_document_is_that_of_the_model_if_the_tokenizer_has_no_usua
         import_hf(source, tmp_path / "run")
     change_config(source, eos_token_id=[0, 1])
     import_hf(source, tmp_path / "run")
-    assert load_run(tmp_path / "run").tokenizer.end_of_document == 0
+    assert load_model(tmp_path / "run").tokenizer.end_of_document == 0
 
 
 def change_config(directory, **changes):
@@ -232,7 +233,7 @@ def test_training_continues_an_imported_model(tmp_path):
         optimizer=dataclasses.replace(config.optimizer, name=OptimizerName.MUON, learning_rate=1e-9),
     )
     train(config, out)
-    run = load_run(out)
+    run = load_model(out)
     assert (run.config, run.step) == (config, 1)
     params = loaded("llama_tied_gqa")[1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), run.params, params)

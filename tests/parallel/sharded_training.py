@@ -18,13 +18,13 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from ldm_jax.config import Config, MeshConfig, ModelConfig, TrainedPart
 from ldm_jax.data import Batch
-from ldm_jax.infer import make_memory_figures
+from ldm_jax.infer import load_model, make_memory_figures
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind
 from ldm_jax.nn import model_declarations, split_mixer
 from ldm_jax.parallel import make_mesh
 from ldm_jax.parameters import shardings
-from ldm_jax.train import load_run, make_state, train
-from ldm_jax.train.checkpoints import Checkpoints
+from ldm_jax.runs.checkpoints import Checkpoints
+from ldm_jax.train import make_state, train
 from runs import make_corpus, tiny
 
 
@@ -76,7 +76,7 @@ def main() -> None:
         restored = checkpoints.restore_latest(make_state(config, mesh))
         checkpoints.close()
         digests.append(digest((restored[0].params, restored[0].optimizer)))
-    alone = load_run(directory / "run")
+    alone = load_model(directory / "run")
     found |= {"same_bits": len(set(digests)) == 1 and digest(alone.params) == digest(state.params)}
     found |= {"frozen": frozen_backbone(on(2, 2, 1, 2), directory, alone.params)}
     found |= {"same_figures": error_of_figures() < 1e-5}

@@ -22,7 +22,7 @@ import tyro
 
 from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.errors import UserError
-from ldm_jax.train import load_run
+from ldm_jax.infer import load_model
 from ldm_jax.train.metrics import read_metrics
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
@@ -68,7 +68,7 @@ class KillTest:
 
     def differences(self) -> list[str]:
         """What differs between the two runs, in phrases."""
-        a, b = load_run(self.whole), load_run(self.killed)
+        a, b = load_model(self.whole), load_model(self.killed)
         leaves = zip(jax.tree_util.tree_leaves_with_path(a.params), jax.tree.leaves(b.params), strict=True)
         found = [f"parameter {jax.tree_util.keystr(path)}" for (path, x), y in leaves if not np.array_equal(x, y)]
         losses, others = _losses(self.whole), _losses(self.killed)

@@ -16,7 +16,7 @@ from bucket import Bucket
 from jobs import ROOT, Job, read
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.errors import UserError
-from ldm_jax.train import load_run
+from ldm_jax.infer import load_model
 from ldm_jax.train.metrics import read_metrics
 from runs import assert_same_bits, make_corpus, quietly, tiny, with_train, without_memory
 
@@ -81,7 +81,7 @@ def test_a_run_is_trained_continued_and_loaded(bucket, finished, tmp_path):
     _, output = quietly(in_bucket(config, steps=STEPS + 2), run)
     assert f"resuming from step {STEPS}" in output
     assert steps_in(bucket) == (["10", "8"], ["10", "8"])
-    assert load_run(run).step == STEPS + 2
+    assert load_model(run).step == STEPS + 2
     assert not any(path.is_dir() for path in run.iterdir())
 
 
@@ -119,7 +119,7 @@ def test_a_corrupt_checkpoint_is_renamed(bucket, finished, tmp_path):
     generation, content = bucket.objects[largest]
     bucket.objects[largest] = generation, content[: len(content) // 2] + b"!" + content[len(content) // 2 + 1 :]
     before = dict(bucket.objects)
-    assert load_run(run).step == 6
+    assert load_model(run).step == 6
     assert bucket.objects == before
     found, output = quietly(in_bucket(config), run)
     assert "warning     the checkpoint of step 8 in gs://bucket/a/run" in output
@@ -173,7 +173,7 @@ def test_an_outage_is_waited_for(bucket, finished, tmp_path):
         process.kill()
         process.wait()
     assert "Traceback" not in read(tmp_path / "log.txt")
-    assert_same_bits(load_run(tmp_path / "run").params, state.params)
+    assert_same_bits(load_model(tmp_path / "run").params, state.params)
 
 
 def test_two_processes(bucket, finished, tmp_path):
@@ -193,4 +193,4 @@ def test_two_processes(bucket, finished, tmp_path):
     complete, names = steps_in(bucket)
     assert complete == names
     assert last in complete
-    assert load_run(tmp_path / "run").step == int(last)
+    assert load_model(tmp_path / "run").step == int(last)

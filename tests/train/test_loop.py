@@ -17,11 +17,11 @@ from ldm_jax.config import AttentionImplementation, ComputeType
 from ldm_jax.config.toml import config_to_toml, read_config
 from ldm_jax.data import Data
 from ldm_jax.errors import DivergedError, UserError
-from ldm_jax.infer import MemoryFigures
-from ldm_jax.train import load_run, loop, make_state
-from ldm_jax.train.checkpoints import Checkpoints
+from ldm_jax.infer import MemoryFigures, load_model
+from ldm_jax.runs.checkpoints import Checkpoints
+from ldm_jax.runs.run_directory import RunDirectory
+from ldm_jax.train import loop, make_state
 from ldm_jax.train.metrics import MetricsFile, read_metrics
-from ldm_jax.train.run_directory import RunDirectory
 from runs import assert_same_bits, make_corpus, quietly, tiny, with_optimizer, with_train, without_memory
 
 TRAINING_ROW = {
@@ -184,7 +184,7 @@ def test_many_skipped_updates_stop_the_run(corpus, tmp_path, monkeypatch):
     change_batches(monkeypatch, lambda number, batch: not_finite(batch) if number >= 5 else batch)
     with pytest.raises(DivergedError, match=r"step 6: the last 2 updates were skipped .* checkpoint of step 4 is kept"):
         quietly(config, tmp_path / "run")
-    run = load_run(tmp_path / "run")
+    run = load_model(tmp_path / "run")
     assert run.step == 4
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(run.params))
 
@@ -198,7 +198,7 @@ def test_training_continues_when_the_disk_is_full(corpus, tmp_path, monkeypatch)
     assert "warning: the checkpoint of step 4 could not be written" in output
     assert "the disk has only 1.0 MB left. The checkpoint of step 2 is kept." in output
     assert checkpoint_names(path) == ["2", "6"]
-    assert load_run(path).step == 6
+    assert load_model(path).step == 6
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(corpus, tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_corrupt_checkpoint_is_skipped(finished, tmp_path, damage):
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data if damage == "flip" else data[: len(data) // 2])
-    assert load_run(path).step == 4
+    assert load_model(path).step == 4
     assert checkpoint_names(path) == ["4", "6"]  # loading a run changes nothing
     state, output = quietly(config, path)
     assert "warning     the checkpoint of step 6 in" in output
@@ -262,7 +262,7 @@ def test_checkpoints_in_a_separate_directory(finished, tmp_path):
     found, output = quietly(config, tmp_path / "run")
     assert "resuming from step" in output
     assert_same_bits(found, state)
-    assert load_run(tmp_path / "run").step == config.train.steps
+    assert load_model(tmp_path / "run").step == config.train.steps
 
 
 def test_a_run_whose_checkpoints_are_all_corrupt_is_not_restarted(finished, tmp_path):
@@ -319,7 +319,7 @@ def test_checkpoints_that_are_kept_permanently(corpus, tmp_path):
 def test_the_moving_average_is_evaluated(corpus, tmp_path):
     config = with_optimizer(without_memory(tiny(corpus)), ema=0.9)
     state, _ = quietly(config, tmp_path / "run")
-    run = load_run(tmp_path / "run")
+    run = load_model(tmp_path / "run")
     assert_same_bits(run.params, state.average)
     assert any(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (state.average, state.params)), strict=True))
     with pytest.raises(UserError, match=r"optimizer\.ema > 0 was True and is now False"):
@@ -377,7 +377,7 @@ def test_parameters_without_a_finite_loss_are_not_saved(corpus, tmp_path, monkey
     monkeypatch.setattr(loop, "make_train_step", ruinous)
     with pytest.raises(DivergedError, match=r"step 4: .* The checkpoint of step 2 is kept"):
         quietly(tiny(corpus), tmp_path / "run")
-    assert load_run(tmp_path / "run").step == 2
+    assert load_model(tmp_path / "run").step == 2
 
 
 def test_a_checkpoint_that_was_removed_meanwhile_is_not_corrupt(finished, tmp_path):
@@ -400,10 +400,10 @@ def test_a_users_config_is_not_overwritten(corpus, tmp_path):
 
 def test_directories_without_a_checkpoint_are_not_loaded(tmp_path, corpus):
     with pytest.raises(UserError, match="holds no run"):
-        load_run(tmp_path / "nothing")
+        load_model(tmp_path / "nothing")
     run_and_interrupt(without_memory(tiny(corpus)), tmp_path / "run", 1)
     with pytest.raises(UserError, match="has no checkpoint yet"):
-        load_run(tmp_path / "run")
+        load_model(tmp_path / "run")
 
 
 def test_a_changed_corpus_is_reported(finished, tmp_path):

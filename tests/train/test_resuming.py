@@ -15,16 +15,16 @@ from ldm_jax.config.toml import read_config
 from ldm_jax.data import Batch
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock
+from ldm_jax.infer import load_model
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import Form, HyperConfig, LDMConfig, MixerConfig, MixerKind
-from ldm_jax.train import load_run
-from ldm_jax.train.changes import find_changes
-from ldm_jax.train.checkpoints import Checkpoints, Progress
-from ldm_jax.train.device import adapt, check_device
+from ldm_jax.runs.changes import find_changes
+from ldm_jax.runs.checkpoints import Checkpoints, Progress
+from ldm_jax.runs.device import adapt, check_device
+from ldm_jax.runs.run_directory import RunDirectory, checkpoint_directory, read_identity
+from ldm_jax.runs.storage import require_writable
 from ldm_jax.train.metrics import MetricsFile, read_metrics
-from ldm_jax.train.run_directory import RunDirectory, checkpoint_directory, read_identity
 from ldm_jax.train.step import make_train_step, state_shapes
-from ldm_jax.train.storage import require_writable
 from runs import assert_same_bits, quietly, tiny, with_optimizer, with_train, without_memory
 
 
@@ -69,7 +69,7 @@ def test_another_model_is_refused_and_nothing_is_touched(finished):
     with pytest.raises(UserError, match=r"optimizer\.name was adamw and is now muon"):
         quietly(with_optimizer(config, name=OptimizerName.MUON), path)
     assert content(path) == before
-    assert_same_bits(load_run(path).params, state.params)
+    assert_same_bits(load_model(path).params, state.params)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_leaner_backward_mode_and_unused_options(run):
 def test_the_same_text_elsewhere_and_another_text(run, tmp_path):
     config, path = run
     moved = with_data(config, path=str(tmp_path / "moved" / "*.txt"))
-    corpus = load_run(path).corpus
+    corpus = load_model(path).corpus
     (change,) = claim(moved, path, corpus)
     assert change.startswith("data.path was ")
     with pytest.raises(UserError, match=r"another text: data\.path was .*corpus.* and is now .*moved"):
@@ -151,7 +151,7 @@ def test_a_store_of_another_run_is_refused(run, tmp_path):
     assert claim(sharing, tmp_path / "elsewhere" / "finished")[0].startswith("train.checkpoints was None")
     shutil.copytree(path, tmp_path / "third")
     (tmp_path / "third" / ".lock").write_text('{"id": "3", "run": "third"}')
-    for use in (load_run, lambda third: claim(config, third)):
+    for use in (load_model, lambda third: claim(config, third)):
         with pytest.raises(UserError, match=r"holds the checkpoints of the run .*finished, not of .*third"):
             use(tmp_path / "third")
 
@@ -218,7 +218,7 @@ def test_checkpoints_that_stayed_elsewhere_are_not_forgotten(run, tmp_path):
 def test_a_lost_config_is_restored(run, broken, capsys):
     config, path = run
     (path / "config.toml").unlink() if broken is None else (path / "config.toml").write_text(broken)
-    assert load_run(path).config == config
+    assert load_model(path).config == config
     assert "the config of the last checkpoint is used" in capsys.readouterr().err
     _, output = quietly(config, path)
     assert read_config(path / "config.toml") == config
@@ -266,7 +266,7 @@ def test_no_leaf_of_the_state_depends_on_the_64_bit_mode(corpus):
 
 def test_a_run_is_loaded_in_64_bit_mode(finished):
     with jax.enable_x64(True):
-        assert_same_bits(load_run(finished[1]).params, finished[2].params)
+        assert_same_bits(load_model(finished[1]).params, finished[2].params)
 
 
 def test_a_checkpoint_with_64_bit_leaves(finished, tmp_path):

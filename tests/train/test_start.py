@@ -13,11 +13,12 @@ from flax import nnx
 from ldm_jax.config import Config, OptimizerConfig, TrainedPart
 from ldm_jax.data import Batch, load_data
 from ldm_jax.errors import UserError
+from ldm_jax.infer import load_model
 from ldm_jax.memory import Backward
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.nn import model_graph, split_mixer
-from ldm_jax.train import load_run, make_state, make_train_step
-from ldm_jax.train.changes import find_changes
+from ldm_jax.runs.changes import find_changes
+from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.start import start
 from ldm_jax.train.step import state_shapes
 from runs import assert_same_bits, quietly, tiny, with_optimizer, with_train
@@ -66,7 +67,7 @@ def test_growing_changes_no_logit(finished, write, backward):
 def test_a_frozen_backbone(finished, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(finished[1], base)
-    expected = load_run(tmp_path / "base@4")
+    expected = load_model(tmp_path / "base@4")
     config = dataclasses.replace(finished[0], mixer=MixerConfig(MixerKind.DENSEFORMER))
     config = with_train(config, init=f"{base}@4", seed=1, checkpoint_every=3, steps=3)
     config = with_optimizer(config, train=TrainedPart.MIXER, ema=0.5, learning_rate=0.1)
@@ -79,7 +80,7 @@ def test_a_frozen_backbone(finished, tmp_path):
     shutil.rmtree(base)  # a resumed run does not need it
     _, output = quietly(with_train(config, init=None), tmp_path / "run")
     assert "is finished at step 3" in output
-    run = load_run(tmp_path / "run")
+    run = load_model(tmp_path / "run")
     assert run.averaged
     mixer, backbone = split_mixer(run.params)
     assert_same_bits(backbone, expected.params)
@@ -128,17 +129,17 @@ def test_what_does_not_fit_is_refused_by_name(finished, monkeypatch):
 
 def test_the_checkpoint_of_a_step(finished, tmp_path):
     _, path, state, _ = finished
-    earlier = load_run(Path(f"{path}@4"))
+    earlier = load_model(Path(f"{path}@4"))
     assert (earlier.step, earlier.path) == (4, path)
-    assert_same_bits(load_run(Path(f"{path}@6")).params, state.params)
+    assert_same_bits(load_model(Path(f"{path}@6")).params, state.params)
     with pytest.raises(UserError, match=r"no checkpoint of step 5: the steps kept are 4, 6\."):
-        load_run(Path(f"{path}@5"))
+        load_model(Path(f"{path}@5"))
     named = tmp_path / "run@7"
     shutil.copytree(path, named)
-    assert load_run(named).step == 6
+    assert load_model(named).step == 6
     (named / "checkpoints" / "6").rename(named / "checkpoints" / "8")
     with pytest.raises(UserError, match="it holds the state of step 6"):
-        load_run(Path(f"{named}@8"))
+        load_model(Path(f"{named}@8"))
 
 
 def test_the_origin_of_a_run_does_not_change():

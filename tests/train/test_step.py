@@ -13,10 +13,12 @@ from ldm_jax.config import Decay, ModelConfig, OptimizerConfig, OptimizerName, S
 from ldm_jax.data import Batch
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.nn import model_declarations, model_graph, parts_of
-from ldm_jax.train import checkpoints, make_state, make_train_step
-from ldm_jax.train.checkpoints import fingerprint
+from ldm_jax.runs import checkpoints
+from ldm_jax.runs.checkpoints import fingerprint
+from ldm_jax.runs.state import LossRecord
+from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.optimizer import decays, learning_rate_schedule
-from ldm_jax.train.step import MIN_LOSSES, LossRecord, is_spike, record_loss
+from ldm_jax.train.step import MIN_LOSSES, is_spike, record_loss
 from runs import assert_same_bits, tiny, with_optimizer, with_train, without_memory
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from ldm_jax.config import TrainConfig
 from ldm_jax.errors import UserError
+from ldm_jax.runs.checkpoints import Checkpoints, Progress
+from ldm_jax.runs.storage import require_writable, storage_path
 from ldm_jax.train import make_state
-from ldm_jax.train.checkpoints import Checkpoints, Progress
-from ldm_jax.train.storage import require_writable, storage_path
 from runs import make_corpus, quietly, tiny, with_train, without_memory
 
 

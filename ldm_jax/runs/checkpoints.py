@@ -26,9 +26,9 @@ from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, writing
 from ldm_jax.nn import Params, replace_params
 from ldm_jax.parallel import first_failure, is_leader, wait_for_all
+from ldm_jax.runs.state import TrainState
+from ldm_jax.runs.storage import STORE_FILE, in_bucket, silence_background_errors, storage_error, storage_path
 from ldm_jax.sharding import constrain
-from ldm_jax.train.step import TrainState
-from ldm_jax.train.storage import STORE_FILE, in_bucket, silence_background_errors, storage_error, storage_path
 
 T = TypeVar("T")
 

@@ -7,28 +7,25 @@ import contextlib
 import json
 import re
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 from etils import epath
-from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ldm_jax.config import Config
 from ldm_jax.config.toml import read_config
-from ldm_jax.data import MissingTokenizer, Tokenizer, load_tokenizer
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, name_aside, save_text, writing
-from ldm_jax.nn import Params, Transformer, init_params, model_declarations, model_graph
+from ldm_jax.nn import Params, init_params, model_declarations
 from ldm_jax.parallel import first_failure, is_leader
 from ldm_jax.parameters import shardings
-from ldm_jax.train.changes import find_changes
-from ldm_jax.train.checkpoints import Checkpoints, holds_checkpoints
-from ldm_jax.train.device import adapt
-from ldm_jax.train.storage import PROBE_FILE, STORE_FILE, storage_path
+from ldm_jax.runs.changes import find_changes
+from ldm_jax.runs.checkpoints import Checkpoints, SavedParams, holds_checkpoints
+from ldm_jax.runs.device import adapt
+from ldm_jax.runs.storage import PROBE_FILE, STORE_FILE, storage_path
 
 MARK = "# The whole config of this run, written by ldm_jax.\n"
 """The first line of a run's config."""
@@ -212,24 +209,18 @@ def _is_early(entry: Path) -> bool:
     return entry.name in (RUN_FILE, "config.toml.tmp")
 
 
-class TrainedRun(NamedTuple):
-    """A checkpoint of a run, for evaluation and sampling; `nnx.merge(graph, params)` is the model."""
+class SavedRun(NamedTuple):
+    """A checkpoint of a run."""
 
     path: Path
     """Directory of the run."""
     config: Config
-    step: int
-    graph: nnx.GraphDef[Transformer]
-    params: Params
-    averaged: bool
-    """Whether the parameters are a moving average (`optimizer.ema`)."""
-    tokenizer: Tokenizer
-    corpus: str
-    """Fingerprint of the corpus that the model was trained on; empty if it was imported and has not been trained."""
+    """The run's config, for this device."""
+    saved: SavedParams
 
 
-def load_run(path: Path, mesh: Mesh | None = None) -> TrainedRun:
-    """Loads a checkpoint of a run, whose directory does not change. Only the parameters to evaluate are read.
+def read_run(path: Path, mesh: Mesh | None = None) -> SavedRun:
+    """Reads the parameters to evaluate from a checkpoint of a run, whose directory does not change.
 
     Options that this device does not support are replaced by equivalent ones, and a lost or broken config.toml by the
     config of the last checkpoint. A line on stderr reports each.
@@ -254,28 +245,22 @@ def load_run(path: Path, mesh: Mesh | None = None) -> TrainedRun:
         raise UserError(failure)
     with contextlib.closing(Checkpoints(store, keep=1)) as checkpoints:
         check_store(checkpoints.directory, path, read_identity(path / RUN_FILE))
-        saved = checkpoints.last_config()
-        if saved is not None and (config is None or find_changes(saved[0], config, trained=bool(saved[1])).model):
+        last = checkpoints.last_config()
+        if last is not None and (config is None or find_changes(last[0], config, trained=bool(last[1])).model):
             file = path / "config.toml"
             _print(f"warning: {file} is lost, broken or of another model: the config of the last checkpoint is used.")
-            config = saved[0]
+            config = last[0]
         config, replaced = adapt(read_config(path / "config.toml") if config is None else config)
         restored = checkpoints.restore_params(_param_shapes(config, mesh), step)
     if restored is None:
         raise UserError(none)
-    (step, params, averaged, progress), warnings = restored
+    saved, warnings = restored
     for line in (
         *(f"warning: {warning}" for warning in warnings),
         *(f"note: {why}: {new} is used." for why, new in replaced.items()),
     ):
         _print(line)
-    with tempfile.TemporaryDirectory() as directory:
-        for name, text in progress.tokenizer.items():
-            (Path(directory) / name).write_bytes(text.encode())
-        has_one = bool(progress.tokenizer)
-        tokenizer = load_tokenizer(Path(directory)) if has_one else MissingTokenizer(config.model.vocabulary)
-    graph = model_graph(config.model, config.mixer)
-    return TrainedRun(path, config, step, graph, params, averaged, tokenizer, progress.corpus)
+    return SavedRun(path, config, saved)
 
 
 def _split_step(path: Path) -> tuple[Path, int | None]:

@@ -1,0 +1,103 @@
+"""A trained model, for use in Python."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from ldm_jax.config import Config
+from ldm_jax.data import MissingTokenizer, Tokenizer, tokenizer_from_files
+from ldm_jax.infer.completion import complete
+from ldm_jax.infer.sampling import Sampling
+from ldm_jax.nn import Params, Transformer, model_graph
+from ldm_jax.runs.run_directory import read_run
+from ldm_jax.typing import Logits, Scalar, Tokens
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, ready for use; `nnx.merge(graph, params)` is the flax module."""
+
+    path: Path
+    """Directory of the run."""
+    config: Config
+    graph: nnx.GraphDef[Transformer]
+    params: Params
+    """Float32 arrays."""
+    tokenizer: Tokenizer
+    step: int
+    averaged: bool
+    """Whether the parameters are a moving average (`optimizer.ema`)."""
+    corpus: str
+    """Fingerprint of the corpus that the model was trained on; empty if it was imported and has not been trained."""
+
+    def logits(self, tokens: Tokens) -> Logits:
+        """The logits of the next token at every position, `[B, T, S]`, float32. Compiled for every shape `[B, T]`."""
+        return _logits(self.graph)(self.params, jnp.asarray(tokens))
+
+    def loss(self, tokens: Tokens) -> Scalar:
+        """The mean cross-entropy of every token `[B, T]` but the first, in nats, float32."""
+        return _loss(self.graph)(self.params, jnp.asarray(tokens))
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        count: int = 300,
+        *,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        context: int | None = None,
+    ) -> list[str]:
+        """The continuations of prompts, by at most `count` tokens each; `complete` streams them.
+
+        Args:
+            prompts: texts, which are computed as one batch. An empty one is the start of a document.
+            count: most tokens after a prompt.
+            sampling: how tokens are drawn.
+            seed: seed of the draws.
+            stop: strings that end a text; they are left out.
+            context: number of tokens in the cache. None: `data.context`.
+
+        Raises:
+            UserError, ValueError: as `complete`.
+        """
+        pieces = complete(
+            self.graph, self.params, self.tokenizer, prompts, context or self.config.data.context, count,
+            sampling=sampling, seed=seed, stop=stop,
+        )  # fmt: skip
+        return [b"".join(parts).decode(errors="replace") for parts in zip(*pieces, strict=True)]
+
+
+def load_model(path: str | PathLike[str], mesh: Mesh | None = None) -> Model:
+    """Loads a trained model.
+
+    Args:
+        path: RUN, the directory of a run, for its last checkpoint; or RUN@STEP for that of a step. It does not change.
+        mesh: where the parameters are placed; None for one device. All processes of a job call this together.
+
+    Raises:
+        UserError: the directory holds no run, or the run has no such checkpoint.
+    """
+    directory, config, (step, params, averaged, progress) = read_run(Path(path), mesh)
+    files = progress.tokenizer
+    tokenizer = tokenizer_from_files(files) if files else MissingTokenizer(config.model.vocabulary)
+    graph = model_graph(config.model, config.mixer)
+    return Model(directory, config, graph, params, tokenizer, step, averaged, progress.corpus)
+
+
+@functools.cache
+def _logits(graph: nnx.GraphDef[Transformer]) -> Callable[[Params, Array], Array]:
+    return jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens))
+
+
+@functools.cache
+def _loss(graph: nnx.GraphDef[Transformer]) -> Callable[[Params, Array], Array]:
+    return jax.jit(lambda params, tokens: nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:]))
