@@ -1,7 +1,7 @@
 """Text and losses from a trained model."""
 
 from ldm_jax.infer.completion import Completion, complete
-from ldm_jax.infer.evaluation import Evaluation, make_evaluate
+from ldm_jax.infer.evaluation import Evaluation, evaluate_text, make_evaluate
 from ldm_jax.infer.generation import generate
 from ldm_jax.infer.memory_figures import MemoryFigures, make_memory_figures
 from ldm_jax.infer.model import Model, load_model
@@ -14,6 +14,7 @@ __all__ = [
     "Model",
     "Sampling",
     "complete",
+    "evaluate_text",
     "generate",
     "load_model",
     "make_evaluate",

@@ -1,7 +1,7 @@
 """The loss on held-out text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -11,8 +11,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ldm_jax.data import ValidationWindows
+from ldm_jax.data.tokenizer import text_bytes
+from ldm_jax.errors import UserError
+from ldm_jax.infer.model import Model
+from ldm_jax.infer.scoring import cut_windows, score_windows
 from ldm_jax.nn import Transformer, target_weights
 from ldm_jax.sharding import constrain
+
+PIECES = 16
+"""The standard error of the loss on a text with fewer windows is computed over this many pieces of it."""
 
 
 class Evaluation(NamedTuple):
@@ -90,3 +97,25 @@ def make_evaluate(
         return Evaluation(*_mean(losses, targets), bits / bytes_per_token, (losses, targets))
 
     return evaluate
+
+
+def evaluate_text(model: Model, texts: Iterable[str], batch_size: int) -> Evaluation:
+    """Evaluates a model on all tokens of texts of any length.
+
+    A text starts after an end-of-document token. Each of its tokens is a target once, as by lm-eval's
+    `loglikelihood_rolling`. The ends of the texts are no targets.
+
+    Raises:
+        UserError: there is no text, or the tokenizer cannot encode it.
+    """
+    size, windows, context = 0, [], model.config.data.context
+    for text in texts:
+        windows += cut_windows([model.tokenizer.end_of_document], model.tokenizer.encode(text).tolist(), context)
+        size += len(text_bytes(text))
+    if not windows:
+        raise UserError("the text is empty.")
+    losses = [-scores.log_likelihoods.astype(np.float64) for scores in score_windows(model, windows, batch_size)]
+    parts = -(-PIECES // len(losses))
+    pieces = [piece for window in losses for piece in np.array_split(window, min(parts, len(window)))]
+    sums, targets = np.array([piece.sum() for piece in pieces]), np.array([float(len(piece)) for piece in pieces])
+    return Evaluation(*_mean(sums, targets), float(sums.sum()) / math.log(2) / size, (sums, targets))
