@@ -55,23 +55,26 @@ class Arguments:
     json: Path | None = None
     """File for all results as JSON."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("windows", 1), ("batch_size", 1), ("limit", 1), ("fewshot", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}, but it must be at least {least}.")
-        for name in ("task_path", "limit", "fewshot"):
-            if getattr(self, name) is not None and not self.tasks:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it needs --tasks.")
-        if self.json is not None and (self.json.is_dir() or not os.access(self.json.absolute().parent, os.W_OK)):
-            raise ValueError(f"json is {self.json}, but no file can be written there: give a file in a directory.")
+
+def _check(arguments: Arguments) -> None:
+    for name, least in (("windows", 1), ("batch_size", 1), ("limit", 1), ("fewshot", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"{name} is {value}, but it must be at least {least}.")
+    for name in ("task_path", "limit", "fewshot"):
+        if getattr(arguments, name) is not None and not arguments.tasks:
+            raise UserError(f"{name} is {getattr(arguments, name)}, but it has no effect without --tasks.")
+    file = arguments.json
+    if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+        raise UserError(f"json is {file}, which cannot be written: give a file in a directory that can be.")
+    if arguments.tasks:
+        require_lm_eval()
 
 
 def main() -> None:
     """Parses the arguments, evaluates and prints."""
     arguments = parse(Arguments)
-    if arguments.tasks:
-        require_lm_eval()
+    _check(arguments)
     run, results = load_model(arguments.run), {}
     for path in arguments.text:
         results[path] = _evaluate_text(run, path, arguments)

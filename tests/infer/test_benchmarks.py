@@ -1,7 +1,9 @@
 """Benchmarks by lm-eval, on tasks in local files. They need `pip install -e '.[eval]'`."""
 
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,10 +15,10 @@ pytest.importorskip("lm_eval")
 import datasets
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from test_scoring import CONTEXT, by_hand, make_model, make_uniform
 
 from ldm_jax.infer.benchmarks import benchmark_json, benchmark_table, language_model, run_benchmarks
 from ldm_jax.infer.scoring import cut_windows
+from scored_model import CONTEXT, by_hand, make_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm-eval and its dependencies
 TASKS = {
@@ -86,7 +88,8 @@ def test_rolling_windows_are_those_of_lm_eval():
 
 def test_tasks_of_a_directory(tasks, model):
     names = ["local_rolling", "local_choice", "local_generation"]
-    results = run_benchmarks(make_uniform(model), names, batch_size=4, task_path=tasks, limit=4)
+    uniform = dataclasses.replace(model, params=jax.tree.map(jnp.zeros_like, model.params))
+    results = run_benchmarks(uniform, names, batch_size=4, task_path=tasks, limit=4)
     assert results["results"]["local_rolling"]["bits_per_byte,none"] == pytest.approx(8, rel=1e-6)
     assert "local_choice" in benchmark_table(results)
     assert json.dumps(benchmark_json(results))

@@ -2,57 +2,21 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ldm_jax.config import Config, DataConfig, ModelConfig
-from ldm_jax.data import ByteTokenizer
 from ldm_jax.errors import UserError
-from ldm_jax.infer import Model, evaluate_text
+from ldm_jax.infer import evaluate_text
 from ldm_jax.infer.scoring import cut_windows, score_continuations
-from ldm_jax.mixers import MixerConfig
-from ldm_jax.nn import init_params, model_graph
-
-CONTEXT = 48
-CONFIG = Config(
-    ModelConfig(depth=1, width=16, heads=2, mlp_width=16, loss_chunk=40),
-    MixerConfig(kind="preln"),
-    DataConfig(context=CONTEXT),
-)
-
-
-def make_model():
-    params = jax.tree.map(lambda x: 2 * x, init_params(CONFIG.model, CONFIG.mixer, 0))  # far from uniform
-    graph = model_graph(CONFIG.model, CONFIG.mixer)
-    return Model(Path("run"), CONFIG, graph, params, ByteTokenizer(), 1, False, "")
-
-
-def make_uniform(model):
-    return dataclasses.replace(model, params=jax.tree.map(jnp.zeros_like, model.params))
+from scored_model import CONTEXT, by_hand, make_model
 
 
 @pytest.fixture(scope="module")
 def model():
     return make_model()
-
-
-def by_hand(model, before, tokens):
-    """Token by token, from the logits after the last T tokens that `cut_windows` leaves."""
-    total, greedy = 0.0, True
-    for window in cut_windows(before, tokens, CONTEXT):
-        padded = np.zeros((1, CONTEXT), np.int32)
-        padded[0, : len(window.tokens) - 1] = window.tokens[:-1]
-        logits = np.asarray(model.logits(jnp.asarray(padded))[0], np.float64)
-        for place in range(len(window.tokens) - 1 - window.scored, len(window.tokens) - 1):
-            target = window.tokens[place + 1]
-            total += logits[place, target] - np.log(np.sum(np.exp(logits[place] - logits[place].max())))
-            total -= logits[place].max()
-            greedy &= bool(logits[place].argmax() == target)
-    return total, greedy
 
 
 def test_windows_score_each_token_once_with_as_much_context_as_there_is():
@@ -86,8 +50,9 @@ def test_continuations_of_any_length_score_as_by_hand_at_any_batch_size(model, r
 
 
 def test_a_uniform_model_has_eight_bits_per_byte(model):
+    uniform = dataclasses.replace(model, params=jax.tree.map(jnp.zeros_like, model.params))
     for length in (1, 15, 300):
-        found = evaluate_text(make_uniform(model), ["é" * length, "abc"], 4)
+        found = evaluate_text(uniform, ["é" * length, "abc"], 4)
         assert found.bits_per_byte == pytest.approx(8, rel=1e-6)
         assert found.loss == pytest.approx(math.log(256), rel=1e-6)
         assert found.windows[1].sum() == 2 * length + 3
