@@ -1,5 +1,7 @@
 """The scripts as a user starts them."""
 
+import json
+import math
 import os
 import re
 import runpy
@@ -83,11 +85,23 @@ def test_compiled_programs_are_kept(home):
 
 
 def test_evaluate_tells_what_the_memory_is_worth(home):
-    result = script("evaluate", home / "run")
+    result = script("evaluate", f"{home / 'run'}@2")
     assert result.returncode == 0, result.stderr
+    assert "step 2: " in result.stdout
     assert "validation loss: " in result.stdout
     assert "with all read gains at zero: " in result.stdout
     assert re.search(r"the memory's reads are worth -?\d\.\d{4} \+- \d\.\d{4} nats per token", result.stdout)
+
+
+def test_evaluate_takes_a_text_shorter_than_a_window(home, tmp_path, monkeypatch, capsys):
+    text, file = tmp_path / "short.txt", tmp_path / "losses.json"
+    text.write_text("short")
+    flags = [str(home / "run"), "--text", str(text), "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags])
+    runpy.run_path(str(ROOT / "scripts" / "evaluate.py"), run_name="__main__")
+    figures = json.loads(file.read_text())["losses"][str(text)]
+    assert f"loss: {figures['loss']:.4f} +- " in capsys.readouterr().out
+    assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2))
 
 
 def test_text_is_prepared_and_trained_on(home):
@@ -170,6 +184,7 @@ def test_sample_of_bytes_that_are_no_text_in_a_terminal_that_knows_ascii(home):
         ("sample", "--seed=99999999999999999999", "seed is 99999999999999999999"),
         ("sample", "--tokens=0", "number of tokens is 0"),
         ("evaluate", "--windows=-3", "windows is -3"),
+        ("evaluate", "--limit=3", "without --tasks"),
     ],
 )
 def test_inadmissible_numbers_are_one_sentence(home, refused, name, flag, words):
