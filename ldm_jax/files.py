@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -42,6 +43,26 @@ def writing(what: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what} cannot be written: {error.strerror}.") from error
+
+
+def require_absent(path: Path) -> None:
+    """Raises UserError if there is a file, or a directory that is not empty."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} exists: give another --out.")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A temporary directory beside `path` to write to, which is renamed to `path` at the end.
+
+    If its body fails, it is removed. Raises UserError if it cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as directory:
+            (written := Path(directory) / "written").mkdir()
+            yield written
+            written.rename(path)
 
 
 def save_text(path: Path, text: str) -> None:

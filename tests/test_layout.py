@@ -18,9 +18,10 @@ LAYERS = [
     {"nn"},
     {"data", "parallel"},
     {"runs"},
+    {"convert"},
     {"infer"},
     {"train"},
-    {"compare", "interpret", "roofline", "bench", "convert"},
+    {"compare", "interpret", "roofline", "bench"},
 ]
 SHARED = {"typing", "sharding", "parameters", "errors", "files", "config", "options", "progress", "plots"}
 """Modules and packages that all layers may import."""

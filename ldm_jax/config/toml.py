@@ -76,6 +76,11 @@ def parse_config(text: str, label: str) -> Config:
         raise UserError(f"{label} is not valid TOML: {error}.") from error
 
 
+def table_to_config(table: Any, label: str) -> Config:
+    """Reads a config as `config_to_table` writes it; `label` names it in errors. Raises UserError as `read_config`."""
+    return _from_table(Config, table, label, ())
+
+
 def config_to_toml(config: Config) -> str:
     """The config as TOML, with defaults. Options that are None are left out."""
     return tomli_w.dumps(config_to_table(config))

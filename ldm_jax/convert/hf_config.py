@@ -1,11 +1,11 @@
-"""The `config.json` of a Hugging Face checkpoint as options of `[model]`."""
+"""The `config.json` of a Hugging Face checkpoint as options of `[model]`, and the reverse."""
 
 import enum
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ldm_jax.config import AttentionBias, ModelConfig
+from ldm_jax.config import AttentionBias, AttentionImplementation, ModelConfig
 from ldm_jax.errors import UserError
 from ldm_jax.options import check
 
@@ -30,6 +30,19 @@ class HFConfig(NamedTuple):
     """`eos_token_id`, the first if there are several."""
 
 
+CONFIG_FILE = "config.json"
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "depth": ("num_hidden_layers", int),
+    "width": ("hidden_size", int),
+    "heads": ("num_attention_heads", int),
+    "kv_heads": ("num_key_value_heads", int | None),
+    "head_dim": ("head_dim", int | None),
+    "mlp_width": ("intermediate_size", int),
+    "vocabulary": ("vocab_size", int),
+    "norm_eps": ("rms_norm_eps", float),
+    "tied": ("tie_word_embeddings", bool),
+}
+"""Options of `[model]`, with the key of `config.json` that has the same meaning, and its type."""
 _ROPE_KEYS = {
     "rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",
@@ -66,30 +79,39 @@ def read_hf_config(directory: Path, context: int | None = None) -> HFConfig:
     Raises:
         UserError: the file cannot be read, or the model has something that is not supported.
     """
-    file = directory / "config.json"
+    table = read_table(directory)
+    try:
+        return _parse(table, context)
+    except ValueError as error:
+        raise UserError(f"{directory / CONFIG_FILE}: {error}") from error
+
+
+def read_table(directory: Path) -> dict[str, Any]:
+    """The content of the `config.json` in a directory. Raises UserError if it cannot be read, or is no JSON object."""
+    file = directory / CONFIG_FILE
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{directory} holds no Hugging Face checkpoint: it has no config.json.") from None
+        raise UserError(f"{directory} holds no Hugging Face checkpoint: it has no {CONFIG_FILE}.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from error
-    try:
-        check(isinstance(table, dict), "it must be a JSON object.")
-        return _parse(table, context)
-    except ValueError as error:
-        raise UserError(f"{file}: {error}") from error
+    if not isinstance(table, dict):
+        raise UserError(f"{file} is not a JSON object: restore the file.")
+    return table
 
 
 def _parse(table: dict[str, Any], context: int | None) -> HFConfig:
     architecture = _architecture(table)
     if table.get("quantization_config") is not None:
-        method = _field(table, "quantization_config", dict, {}).get("quant_method", "unknown")
+        method = read_key(table, "quantization_config", dict, {}).get("quant_method", "unknown")
         raise ValueError(f"the weights are quantised ({method}), but only bfloat16, float16 and float32 are supported.")
     table = _DEFAULTS | _OWN_DEFAULTS[architecture] | table
     check(table["hidden_act"] == "silu", f"hidden_act is {table['hidden_act']!r}, but only silu is supported.")
     llama = architecture is Architecture.LLAMA
-    check(not (llama and _field(table, "mlp_bias", bool)), "mlp_bias is true, but biases in the MLP are not supported.")
-    longest = _field(table, "max_position_embeddings", int)
+    check(
+        not (llama and read_key(table, "mlp_bias", bool)), "mlp_bias is true, but biases in the MLP are not supported."
+    )
+    longest = read_key(table, "max_position_embeddings", int)
     if context is not None:
         check(1 <= context <= longest, f"the context is {context}, but max_position_embeddings is {longest}.")
     window = longest if context is None else context
@@ -97,28 +119,57 @@ def _parse(table: dict[str, Any], context: int | None) -> HFConfig:
     if architecture is Architecture.QWEN2:
         bias = AttentionBias.QKV
     else:
-        biased = architecture is not Architecture.MISTRAL and _field(table, "attention_bias", bool)
+        biased = architecture is not Architecture.MISTRAL and read_key(table, "attention_bias", bool)
         bias = AttentionBias.ALL if biased else None
     theta, scaling = _rope(table)
     model = ModelConfig(
-        depth=_field(table, "num_hidden_layers", int),
-        width=_field(table, "hidden_size", int),
-        heads=_field(table, "num_attention_heads", int),
-        kv_heads=_field(table, "num_key_value_heads", int | None),
-        head_dim=_field(table, "head_dim", int | None),
-        mlp_width=_field(table, "intermediate_size", int),
-        vocabulary=_field(table, "vocab_size", int),
+        **{option: read_key(table, name, kind) for option, (name, kind) in _FIELDS.items()},
         qk_norm=architecture is Architecture.QWEN3,
         attention_bias=bias,
-        norm_eps=_field(table, "rms_norm_eps", float),
         rope_base=theta,
         rope_scaling=scaling,
         scale_embedding=False,
-        tied=_field(table, "tie_word_embeddings", bool),
     )
     ends = table.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     return HFConfig(architecture, model, window, next((end for end in ends if type(end) is int), None))
+
+
+def write_hf_config(model: ModelConfig, context: int, end_of_document: int | None) -> dict[str, Any]:
+    """The `config.json`, in the spelling of transformers 4, which 5 also reads, of a model without `scale_embedding`.
+
+    Raises:
+        UserError: no class of transformers has the function of the model.
+    """
+    bias = model.attention_bias
+    if model.attention is AttentionImplementation.LOCAL:
+        raise UserError("model.attention is local, which no class of transformers has: give --format ldm_jax.")
+    if model.qk_norm and bias is AttentionBias.QKV:
+        raise UserError(
+            "model.attention_bias is qkv and model.qk_norm is true, which no class of transformers has together: give "
+            "--format ldm_jax."
+        )
+    if bias is AttentionBias.QKV:
+        architecture = Architecture.QWEN2
+    else:
+        architecture = Architecture.QWEN3 if model.qk_norm else Architecture.LLAMA
+    given = {"kv_heads": model.kv_heads_or_heads, "head_dim": model.head_dim_or_default}
+    rope = None
+    if model.rope_scaling is not None:
+        rope = {"rope_type": "llama3"} | dict(zip(_LLAMA3, model.rope_scaling, strict=True))
+        rope[_LLAMA3[-1]] = int(model.rope_scaling[-1])
+    return {
+        "architectures": [architecture.value],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        **{name: given.get(option, getattr(model, option)) for option, (name, _) in _FIELDS.items()},
+        **({} if architecture is Architecture.QWEN2 else {"attention_bias": bias is AttentionBias.ALL}),
+        "hidden_act": "silu",
+        "rope_theta": model.rope_base,
+        "rope_scaling": rope,
+        "max_position_embeddings": context,
+        "bos_token_id": None,  # else transformers assumes 1, and 2 for the other
+        "eos_token_id": end_of_document,
+    }
 
 
 def _architecture(table: dict[str, Any]) -> Architecture:
@@ -131,8 +182,8 @@ def _architecture(table: dict[str, Any]) -> Architecture:
     return Architecture(names[0])
 
 
-def _field(table: dict[str, Any], name: str, kind: Any, default: Any = None) -> Any:
-    """The value of a key, checked for its type; without a default, the key must be there."""
+def read_key(table: dict[str, Any], name: str, kind: Any, default: Any = None) -> Any:
+    """The value of a key, checked for its type; without a default, the key must be there. Raises ValueError."""
     if name not in table and default is None:
         raise ValueError(f"it has no {name}.")
     value = table.get(name, default)
@@ -146,13 +197,13 @@ def _check_attention(table: dict[str, Any], architecture: Architecture, context:
     """Raises ValueError unless every layer attends to all earlier tokens of the context."""
     if architecture is Architecture.LLAMA:
         return  # which has no windows, whatever its config.json says
-    kinds = set(_field(table, "layer_types", list | None) or [])
+    kinds = set(read_key(table, "layer_types", list | None) or [])
     check(
         kinds <= {"full_attention", "sliding_attention"},
         f"layer_types has {', '.join(sorted(map(str, kinds)))}, but only full_attention is supported.",
     )
-    window = _field(table, "sliding_window", int | None)
-    slides = architecture is Architecture.MISTRAL or _field(table, "use_sliding_window", bool)
+    window = read_key(table, "sliding_window", int | None)
+    slides = architecture is Architecture.MISTRAL or read_key(table, "use_sliding_window", bool)
     slides = slides or "sliding_attention" in kinds
     check(
         not slides or window is None or window >= context,
@@ -164,7 +215,7 @@ def _check_attention(table: dict[str, Any], architecture: Architecture, context:
 def _rope(table: dict[str, Any]) -> tuple[float, tuple[float, ...] | None]:
     """Base and scaling of the rotary frequencies."""
     # rope_scaling is the older name of rope_parameters, and type that of rope_type.
-    rope = _field(table, "rope_scaling", dict | None, {}) or _field(table, "rope_parameters", dict | None, {}) or {}
+    rope = read_key(table, "rope_scaling", dict | None, {}) or read_key(table, "rope_parameters", dict | None, {}) or {}
     rope = {"rope_theta": table.get("rope_theta", 10_000.0)} | rope
     unknown = sorted(rope.keys() - _ROPE_KEYS)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -172,5 +223,5 @@ def _rope(table: dict[str, Any]) -> tuple[float, tuple[float, ...] | None]:
     check(not unknown, f"the rope parameters have {', '.join(unknown)}, which is not supported.")
     for part in (table.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
         check(part in (None, 1), f"partial_rotary_factor is {part}, but only 1 is supported.")
-    scaling = tuple(float(_field(rope, name, float)) for name in _LLAMA3) if kind == "llama3" else None
-    return _field(rope, "rope_theta", float), scaling
+    scaling = tuple(float(read_key(rope, name, float)) for name in _LLAMA3) if kind == "llama3" else None
+    return read_key(rope, "rope_theta", float), scaling

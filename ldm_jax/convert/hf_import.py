@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint as a run."""
 
 import contextlib
-import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,10 +12,11 @@ from jax.sharding import AxisType, Mesh
 from ldm_jax.config import Config, DataConfig
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.convert.hf_config import read_hf_config
-from ldm_jax.convert.hf_weights import PRELN, HFWeights, load_hf_params
-from ldm_jax.data import JsonTokenizer, read_tokenizer, tokenizer_files
+from ldm_jax.convert.weights import PRELN, Layout, Weights, hf_layout, load_params
+from ldm_jax.data import JsonTokenizer, load_tokenizer, read_tokenizer, tokenizer_files
+from ldm_jax.data.tokenizer import DESCRIPTION_FILE, TOKENIZER_FILE
 from ldm_jax.errors import UserError
-from ldm_jax.files import writing
+from ldm_jax.files import new_directory, require_absent
 from ldm_jax.runs.checkpoints import Checkpoints, Progress
 from ldm_jax.runs.run_directory import RunDirectory
 from ldm_jax.runs.state import TrainState
@@ -49,36 +50,54 @@ def import_hf(
     Raises:
         UserError: the checkpoint has something that is not supported, or the directory cannot be written.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists: give another --out.")
+    require_absent(out)
+    checkpoint = read_hf(source, tokenizer, end_of_document, context, corpora or (str(out / "corpus"),))
+    with new_directory(out) as directory:
+        _write(checkpoint, directory)
+    return checkpoint.config
+
+
+class HFCheckpoint(NamedTuple):
+    """A Hugging Face checkpoint that is supported; its tensors have not been read."""
+
+    config: Config
+    """The config of a run with the model."""
+    weights: Weights
+    layout: Layout
+    tokenizer: dict[str, str]
+    """The tokenizer's files by name; empty if there is none."""
+
+
+def read_hf(
+    source: Path,
+    tokenizer: Path | None = None,
+    end_of_document: str | None = None,
+    context: int | None = None,
+    corpora: tuple[str, ...] = (),
+) -> HFCheckpoint:
+    """Reads all of a checkpoint but the tensors. Arguments and errors as in `import_hf`."""
     hf = read_hf_config(source, context)
-    weights = HFWeights(source)
-    weights.check(hf.model)
+    weights, layout = Weights(source), hf_layout(hf.model)
+    weights.check(layout)
     files = _tokenizer_files(source, tokenizer, end_of_document, hf.end_of_document, hf.model.vocabulary)
-    config = Config(hf.model, PRELN, DataConfig(corpora=corpora or (str(out / "corpus"),), context=hf.context))
-    with writing(f"the run {out}"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as directory:
-            _write(config, weights, files, written := Path(directory) / "run")
-            written.rename(out)
-    return config
+    config = Config(hf.model, PRELN, DataConfig(corpora=corpora or (str(source / "corpus"),), context=hf.context))
+    return HFCheckpoint(config, weights, layout, files)
 
 
-def _write(config: Config, weights: HFWeights, tokenizer: dict[str, str], path: Path) -> None:
-    store = path / "checkpoints"
-    store.mkdir(parents=True)
+def _write(checkpoint: HFCheckpoint, path: Path) -> None:
+    (store := path / "checkpoints").mkdir()
     mesh = None
     if jax.device_count() > 1:  # sharded over all devices along the width, where they divide it
         devices = np.array(jax.devices()).reshape(1, -1, 1, 1)
         mesh = Mesh(devices, tuple(axis.value for axis in MeshAxis), axis_types=(AxisType.Auto,) * 4)
-    text = config_to_toml(config)
+    text = config_to_toml(checkpoint.config)
     RunDirectory(path).store(text)
     with (
         contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh),
         contextlib.closing(Checkpoints(store, keep=1)) as checkpoints,
     ):
-        state = TrainState.imported(load_hf_params(weights, config.model, mesh))
-        progress = Progress(0, 0.0, "", text, tokenizer)
+        state = TrainState.imported(load_params(checkpoint.weights, checkpoint.layout, mesh))
+        progress = Progress(0, 0.0, "", text, checkpoint.tokenizer)
         if (why := checkpoints.save(0, state, progress) or checkpoints.wait()) is not None:
             raise UserError(why)
 
@@ -87,13 +106,14 @@ def _tokenizer_files(
     source: Path, file: Path | None, end_of_document: str | None, end: int | None, vocabulary: int
 ) -> dict[str, str]:
     """The tokenizer's files by name; none if there is no tokenizer."""
-    if file is None and not (file := source / "tokenizer.json").is_file():
+    described = file is None and end_of_document is None and (source / DESCRIPTION_FILE).is_file()
+    if file is None and not (file := source / TOKENIZER_FILE).is_file() and not described:
         return {}
-    tokenizer = _read_tokenizer(file, end_of_document, end)
+    tokenizer = load_tokenizer(source) if described else _read_tokenizer(file, end_of_document, end)
     if tokenizer.vocabulary > vocabulary:
         raise UserError(
-            f"{file} has {tokenizer.vocabulary} tokens, but the vocabulary of the model is {vocabulary}: give the "
-            "tokenizer of this model."
+            f"the tokenizer {file} has {tokenizer.vocabulary} tokens, but the vocabulary of the model is {vocabulary}: "
+            "give the tokenizer of this model."
         )
     return tokenizer_files(tokenizer)
 

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from ldm_jax.config import Config
+from ldm_jax.convert import read_model
 from ldm_jax.data import MissingTokenizer, Tokenizer, tokenizer_from_files
 from ldm_jax.infer.completion import complete
 from ldm_jax.infer.sampling import Sampling
 from ldm_jax.nn import Params, Transformer, model_graph
-from ldm_jax.runs.run_directory import read_run
 from ldm_jax.typing import Logits, Scalar, Tokens
 
 
@@ -26,7 +26,7 @@ class Model:
     """A checkpoint, ready for use; `nnx.merge(graph, params)` is the flax module."""
 
     path: Path
-    """Directory of the run."""
+    """Directory of the run or of the exported model."""
     config: Config
     graph: nnx.GraphDef[Transformer]
     params: Params
@@ -80,13 +80,14 @@ def load_model(path: str | PathLike[str], mesh: Mesh | None = None) -> Model:
     """Loads a trained model.
 
     Args:
-        path: RUN, the directory of a run, for its last checkpoint; or RUN@STEP for that of a step. It does not change.
+        path: RUN, the directory of a run, for its last checkpoint; RUN@STEP for that of a step; or the directory of an
+            exported model or a Hugging Face checkpoint. It does not change.
         mesh: where the parameters are placed; None for one device. All processes of a job call this together.
 
     Raises:
-        UserError: the directory holds no run, or the run has no such checkpoint.
+        UserError: the directory holds no model, or the run has no such checkpoint.
     """
-    directory, config, (step, params, averaged, progress) = read_run(Path(path), mesh)
+    directory, config, (step, params, averaged, progress) = read_model(Path(path), mesh)
     files = progress.tokenizer
     tokenizer = tokenizer_from_files(files) if files else MissingTokenizer(config.model.vocabulary)
     graph = model_graph(config.model, config.mixer)

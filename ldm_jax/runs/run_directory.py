@@ -15,10 +15,11 @@ import jax
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from ldm_jax.config import Config
+from ldm_jax.config import Config, ModelConfig
 from ldm_jax.config.toml import read_config
 from ldm_jax.errors import UserError
 from ldm_jax.files import acquire_lock, name_aside, save_text, writing
+from ldm_jax.mixers import MixerConfig
 from ldm_jax.nn import Params, init_params, model_declarations
 from ldm_jax.parallel import first_failure, is_leader
 from ldm_jax.parameters import shardings
@@ -250,17 +251,22 @@ def read_run(path: Path, mesh: Mesh | None = None) -> SavedRun:
             file = path / "config.toml"
             _print(f"warning: {file} is lost, broken or of another model: the config of the last checkpoint is used.")
             config = last[0]
-        config, replaced = adapt(read_config(path / "config.toml") if config is None else config)
-        restored = checkpoints.restore_params(_param_shapes(config, mesh), step)
+        config = adapt_config(read_config(path / "config.toml") if config is None else config)
+        restored = checkpoints.restore_params(param_shapes(config.model, config.mixer, mesh), step)
     if restored is None:
         raise UserError(none)
     saved, warnings = restored
-    for line in (
-        *(f"warning: {warning}" for warning in warnings),
-        *(f"note: {why}: {new} is used." for why, new in replaced.items()),
-    ):
-        _print(line)
+    for warning in warnings:
+        _print(f"warning: {warning}")
     return SavedRun(path, config, saved)
+
+
+def adapt_config(config: Config) -> Config:
+    """The config for this device, as `adapt`; a line on stderr reports each option that is replaced."""
+    config, replaced = adapt(config)
+    for why, new in replaced.items():
+        _print(f"note: {why}: {new} is used.")
+    return config
 
 
 def _split_step(path: Path) -> tuple[Path, int | None]:
@@ -269,13 +275,13 @@ def _split_step(path: Path) -> tuple[Path, int | None]:
     return (path, None) if match is None or path.is_dir() else (Path(match[1]), int(match[2]))
 
 
-def _param_shapes(config: Config, mesh: Mesh | None) -> Params:
-    """The parameters as `jax.ShapeDtypeStruct`s with shardings."""
-    shapes = jax.eval_shape(lambda: init_params(config.model, config.mixer, 0))
+def param_shapes(model: ModelConfig, mixer: MixerConfig, mesh: Mesh | None = None) -> Params:
+    """The parameters as `jax.ShapeDtypeStruct`s with shardings: on the mesh, or on one device."""
+    shapes = jax.eval_shape(lambda: init_params(model, mixer, 0))
     if mesh is None:
         places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
     else:
-        places = shardings(shapes, mesh, model_declarations(config.model, config.mixer))
+        places = shardings(shapes, mesh, model_declarations(model, mixer))
     return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes, places)
 
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from import_memory import measure
 from ldm_jax.config import AttentionBias, ModelConfig, OptimizerName
-from ldm_jax.convert import HFWeights, import_hf, load_hf_params, read_hf_config
-from ldm_jax.convert.hf_weights import PRELN
+from ldm_jax.convert import Weights, hf_layout, import_hf, load_params, read_hf_config
+from ldm_jax.convert.weights import PRELN
 from ldm_jax.data.preparation import PrepareOptions, prepare
 from ldm_jax.errors import UserError
 from ldm_jax.infer import load_model
@@ -35,9 +35,9 @@ TOLERANCE = 2e-6
 @functools.cache
 def loaded(name):
     model = read_hf_config(CASES / name).model
-    weights = HFWeights(CASES / name)
-    weights.check(model)
-    return model, load_hf_params(weights, model)
+    weights, layout = Weights(CASES / name), hf_layout(model)
+    weights.check(layout)
+    return model, load_params(weights, layout)
 
 
 def assert_expected(name, logits):
@@ -209,8 +209,7 @@ def test_damaged_and_other_weights_are_refused(tmp_path):
         import_hf(source, out)
     assert not out.exists()
     save_file(tensors | {"lm_head.weight": embedding, old: np.ones(4, np.float32)}, source / "model.safetensors")
-    weights = HFWeights(source)
-    weights.check(read_hf_config(source).model)
+    Weights(source).check(hf_layout(read_hf_config(source).model))
 
 
 @pytest.mark.slow

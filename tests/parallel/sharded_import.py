@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from ldm_jax.config import Config, MeshConfig
-from ldm_jax.convert import HFWeights, load_hf_params, read_hf_config
-from ldm_jax.convert.hf_weights import PRELN
+from ldm_jax.convert import Weights, hf_layout, load_params, read_hf_config
+from ldm_jax.convert.weights import PRELN
 from ldm_jax.nn import model_graph
 from ldm_jax.parallel import make_mesh
 
@@ -27,7 +27,7 @@ def main(cases):
     with jax.set_mesh(mesh):
         for name in cases:
             model = read_hf_config(CASES / name).model
-            params = load_hf_params(HFWeights(CASES / name), model, mesh)
+            params = load_params(Weights(CASES / name), hf_layout(model), mesh)
             recorded = np.load(CASES / name / "expected.npz")
             graph, tokens = model_graph(model, PRELN), jnp.asarray(recorded["ids"])
             logits = jax.jit(lambda params, graph=graph, tokens=tokens: nnx.merge(graph, params)(tokens))(params)

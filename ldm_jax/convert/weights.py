@@ -1,11 +1,12 @@
-"""The tensors of a Hugging Face checkpoint as the parameters of a PreLN model.
+"""The tensors of safetensors files as the parameters of a model, and the reverse.
 
-A linear map is stored as `[outputs, inputs]` there and as `[inputs, outputs]` here; blocks are stacked here.
+In a Hugging Face checkpoint a linear map is stored as `[outputs, inputs]`, and here as `[inputs, outputs]`; blocks are
+stacked here. The files of any other model have our own names and shapes.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +14,17 @@ import jax
 import ml_dtypes  # noqa: F401 (NumPy's bfloat16)
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jaxtyping import Float32
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from ldm_jax.config import ModelConfig
 from ldm_jax.errors import UserError
 from ldm_jax.mixers import MixerConfig, MixerKind
-from ldm_jax.nn import Params, init_params, model_declarations
+from ldm_jax.nn import Params
 from ldm_jax.parameters import Path as ParameterPath
-from ldm_jax.parameters import shardings
+from ldm_jax.runs.run_directory import param_shapes
 
 PRELN = MixerConfig(MixerKind("preln"))
 PART_BYTES = 2**24
@@ -52,30 +54,56 @@ _SUBLAYERS: dict[ParameterPath, str] = {
 }
 
 
-class HFTensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """The tensor, or the stack of one tensor for each block, of a parameter."""
 
     names: tuple[str, ...]
-    """One name; of a parameter of blocks, one for each."""
-    stacked: bool
-    transposed: bool
+    """One name; of a parameter that is a stack, one for each block."""
+    parameter_shape: tuple[int, ...]
+    stacked: bool = False
+    transposed: bool = False
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each tensor, from that of the parameter."""
-        own = shape[1:] if self.stacked else shape
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        own = self.parameter_shape[1:] if self.stacked else self.parameter_shape
         return own[::-1] if self.transposed else own
 
 
-def hf_tensor(path: ParameterPath, depth: int) -> HFTensor:
-    """The tensors of the parameter with this path."""
-    transposed = path[-1] == "kernel"
-    if path[0] != "blocks":
-        return HFTensor((_OUTSIDE[path],), False, transposed)
-    name, kind = _SUBLAYERS[path[1:-1]], "bias" if path[-1] == "bias" else "weight"
-    return HFTensor(tuple(f"model.layers.{n}.{name}.{kind}" for n in range(depth)), True, transposed)
+class Layout(NamedTuple):
+    """The tensors in which the parameters of a model are stored."""
+
+    model: ModelConfig
+    mixer: MixerConfig
+    tensors: Mapping[ParameterPath, StoredTensor]
 
 
-class HFWeights:
+def hf_layout(model: ModelConfig) -> Layout:
+    """The tensors of a PreLN model in a Hugging Face checkpoint."""
+
+    def tensor(path: ParameterPath, shape: tuple[int, ...]) -> StoredTensor:
+        transposed = path[-1] == "kernel"
+        if path[0] != "blocks":
+            return StoredTensor((_OUTSIDE[path],), shape, transposed=transposed)
+        name, kind = _SUBLAYERS[path[1:-1]], "bias" if path[-1] == "bias" else "weight"
+        names = tuple(f"model.layers.{n}.{name}.{kind}" for n in range(model.depth))
+        return StoredTensor(names, shape, stacked=True, transposed=transposed)
+
+    return Layout(model, PRELN, {path: tensor(path, shape) for path, shape in _shapes(model, PRELN).items()})
+
+
+def own_layout(model: ModelConfig, mixer: MixerConfig) -> Layout:
+    """The tensors of any model under the names of its parameters, such as `blocks.mlp.norm.scale`."""
+    shapes = _shapes(model, mixer).items()
+    return Layout(model, mixer, {path: StoredTensor((".".join(path),), shape) for path, shape in shapes})
+
+
+def _shapes(model: ModelConfig, mixer: MixerConfig) -> dict[ParameterPath, tuple[int, ...]]:
+    shapes = nnx.traversals.flatten_mapping(param_shapes(model, mixer))
+    return {path: leaf.shape for path, leaf in shapes.items()}
+
+
+class Weights:
     """The tensors of a checkpoint: the files are opened for each read, so that what is read does not stay in memory.
 
     Raises:
@@ -86,8 +114,11 @@ class HFWeights:
         self._directory = directory
         self._shards: dict[str, str] = {}
         self._shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.metadata: dict[str, str] = {}
+        """What the files' headers hold beside the tensors."""
         for shard in self._files():
             with self._open(shard) as file:
+                self.metadata |= file.metadata() or {}
                 for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
                     tensor = file.get_slice(name)
                     self._shards[name] = shard
@@ -115,9 +146,9 @@ class HFWeights:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self._directory / shard} cannot be read: {error}.") from error
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, layout: Layout) -> None:
         """Raises UserError unless the tensors are those of the model, in types that can be read."""
-        expected = {name: tensor.shape(leaf.shape) for _, leaf, tensor in _parameters(model) for name in tensor.names}
+        expected = {name: tensor.shape for tensor in layout.tensors.values() for name in tensor.names}
         unused = [name for name in self._shapes if name not in expected and not name.endswith(".rotary_emb.inv_freq")]
         tied = _OUTSIDE[("head", "kernel")]
         if tied in unused and self._is_tied():
@@ -159,34 +190,24 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def _parameters(model: ModelConfig) -> list[tuple[ParameterPath, jax.ShapeDtypeStruct, HFTensor]]:
-    shapes = nnx.traversals.flatten_mapping(jax.eval_shape(lambda: init_params(model, PRELN, 0)))
-    return [(path, leaf, hf_tensor(path, model.depth)) for path, leaf in shapes.items()]
-
-
-def load_hf_params(weights: HFWeights, model: ModelConfig, mesh: Mesh | None = None) -> Params:
-    """The parameters of a PreLN model, float32, each shard on the device where it lies on the mesh.
+def load_params(weights: Weights, layout: Layout, mesh: Mesh | None = None) -> Params:
+    """The parameters of a model, float32, each shard on the device where it lies on the mesh.
 
     A shard is filled tensor by tensor and then used by JAX: on the CPU as it is, without a copy.
 
     Args:
-        weights: the tensors, which `HFWeights.check` has accepted.
-        model: the model.
+        weights: the tensors, which `Weights.check` has accepted.
+        layout: the model.
         mesh: None for one device.
     """
-    parameters = _parameters(model)
-    shapes = nnx.traversals.unflatten_mapping({path: leaf for path, leaf, _ in parameters})
-    if mesh is None:
-        places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
-    else:
-        places = shardings(shapes, mesh, model_declarations(model, PRELN))
-    places = nnx.traversals.flatten_mapping(places)
+    leaves = nnx.traversals.flatten_mapping(param_shapes(layout.model, layout.mixer, mesh))
     return nnx.traversals.unflatten_mapping(
-        {path: _load(weights, tensor, leaf.shape, places[path]) for path, leaf, tensor in parameters}
+        {path: _load(weights, layout.tensors[path], leaf.sharding) for path, leaf in leaves.items()}
     )
 
 
-def _load(weights: HFWeights, tensor: HFTensor, shape: tuple[int, ...], place: jax.sharding.Sharding) -> jax.Array:
+def _load(weights: Weights, tensor: StoredTensor, place: jax.sharding.Sharding) -> jax.Array:
+    shape = tensor.parameter_shape
     shards: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # replicas share one on the CPU
 
     def shard(index: tuple[slice, ...] | None) -> Float32[np.ndarray, "..."]:
@@ -200,7 +221,7 @@ def _load(weights: HFWeights, tensor: HFTensor, shape: tuple[int, ...], place: j
 
 
 def _read(
-    weights: HFWeights, tensor: HFTensor, index: tuple[slice, ...], shape: tuple[int, ...]
+    weights: Weights, tensor: StoredTensor, index: tuple[slice, ...], shape: tuple[int, ...]
 ) -> Float32[np.ndarray, "..."]:
     """A slice of a parameter."""
     filled = _aligned(shape)
@@ -218,3 +239,77 @@ def _aligned(shape: tuple[int, ...]) -> Float32[np.ndarray, "..."]:
     memory = np.empty(4 * count + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + 4 * count].view(np.float32).reshape(shape)
+
+
+def save_params(
+    directory: Path, params: Params, layout: Layout, dtype: str, metadata: Mapping[str, str], shard_bytes: int
+) -> None:
+    """Writes the tensors to `model.safetensors`, or, if they are larger than `shard_bytes`, to shards with an index.
+
+    The host needs memory for one shard beside the parameters.
+
+    Args:
+        directory: where the files are written.
+        params: nested dictionaries of arrays.
+        layout: the tensors.
+        dtype: type of all tensors: float32, bfloat16 or float16.
+        metadata: what the headers of all files also hold.
+        shard_bytes: size of a file; a file with a single tensor may be larger.
+
+    Raises:
+        UserError: a parameter is too large for the type.
+    """
+    kind, total = np.dtype(dtype), 0
+    shards: list[dict[str, Any]] = []
+    room = 0
+    for path, number, name in (
+        (path, number, name) for path, tensor in layout.tensors.items() for number, name in enumerate(tensor.names)
+    ):
+        size = math.prod(layout.tensors[path].shape) * kind.itemsize
+        if size > room:
+            shards.append({})
+            room = shard_bytes
+        room, total = room - size, total + size
+        shards[-1][name] = path, number
+    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [_SINGLE]
+    for file, shard in zip(files, shards, strict=True):
+        tensors = {name: _cast(_stored(params, layout, *place), kind, name) for name, place in shard.items()}
+        save_file(tensors, directory / file, dict(metadata))
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # the library allows only the owner to read it
+    if len(shards) > 1:
+        index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (directory / _INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def exact_type(params: Params, layout: Layout) -> str:
+    """The smallest of bfloat16, float16 and float32 that holds every parameter exactly."""
+
+    def tensors() -> Iterable[np.ndarray]:
+        return (
+            _stored(params, layout, path, n) for path, each in layout.tensors.items() for n in range(len(each.names))
+        )
+
+    def holds(kind: str) -> bool:
+        with np.errstate(over="ignore"):
+            return all(np.array_equal(each.astype(kind).astype(np.float32), each) for each in tensors())
+
+    return next((kind for kind in ("bfloat16", "float16") if holds(kind)), "float32")
+
+
+def _stored(params: Params, layout: Layout, path: ParameterPath, number: int) -> Float32[np.ndarray, "..."]:
+    """One tensor: a block's part of a stacked parameter, or a parameter."""
+    tensor, leaf = layout.tensors[path], params
+    for name in path:
+        leaf = leaf[name]
+    array = np.asarray(leaf[number] if tensor.stacked else leaf)
+    return array.T if tensor.transposed else array
+
+
+def _cast(array: Float32[np.ndarray, "..."], kind: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(array.astype(kind, copy=False))
+    if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
+        raise UserError(f"{name} has entries that are too large for {kind}: give --dtype float32.")
+    return cast
