@@ -317,8 +317,8 @@ class TrainConfig:
     accumulation: int = 1
     """Number of microbatches whose gradients are accumulated; it must divide batch_size."""
     init: str | None = None
-    """Run whose parameters a new run starts from, RUN or RUN@STEP. What they lack of the mixer starts as in a new
-    model. None: a new model."""
+    """Run whose parameters a new run starts from, RUN or RUN@STEP, or directory of an exported model. What they lack of
+    the mixer starts as in a new model. None: a new model."""
     seed: int = 0
     """Random seed of the initial parameters and of the order of the data."""
     validate_every: int = 200

@@ -157,7 +157,8 @@ def write_hf_config(model: ModelConfig, context: int, end_of_document: int | Non
     rope = None
     if model.rope_scaling is not None:
         rope = {"rope_type": "llama3"} | dict(zip(_LLAMA3, model.rope_scaling, strict=True))
-        rope[_LLAMA3[-1]] = int(model.rope_scaling[-1])
+        if (length := model.rope_scaling[-1]).is_integer():  # transformers wants an integer
+            rope[_LLAMA3[-1]] = int(length)
     return {
         "architectures": [architecture.value],
         "model_type": architecture.removesuffix("ForCausalLM").lower(),

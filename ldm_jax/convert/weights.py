@@ -257,7 +257,7 @@ def save_params(
         shard_bytes: size of a file; a file with a single tensor may be larger.
 
     Raises:
-        UserError: a parameter is too large for the type.
+        UserError: a parameter is too large for the type, or a file cannot be written.
     """
     kind, total = np.dtype(dtype), 0
     shards: list[dict[str, Any]] = []
@@ -275,7 +275,10 @@ def save_params(
     files = files if len(shards) > 1 else [_SINGLE]
     for file, shard in zip(files, shards, strict=True):
         tensors = {name: _cast(_stored(params, layout, *place), kind, name) for name, place in shard.items()}
-        save_file(tensors, directory / file, dict(metadata))
+        try:
+            save_file(tensors, directory / file, dict(metadata))
+        except SafetensorError as error:
+            raise UserError(f"{file} cannot be written: {error}.") from error
         (directory / file).chmod(directory.stat().st_mode & 0o666)  # the library allows only the owner to read it
     if len(shards) > 1:
         index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
