@@ -163,9 +163,9 @@ def test_wrong_input_is_one_sentence(home, refused, arguments, words):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ["sample", "evaluate"])
-def test_no_run_is_one_sentence(refused, tmp_path, name):
-    result = refused(name, tmp_path / "nothing")
+@pytest.mark.parametrize(("name", "flags"), [("sample", ()), ("evaluate", ()), ("export_hf", ("--out", "new"))])
+def test_no_run_is_one_sentence(refused, tmp_path, name, flags):
+    result = refused(name, tmp_path / "nothing", *flags)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert "holds no run" in result.stderr
