@@ -11,7 +11,7 @@ import tyro
 
 from ldm_jax.config.command_line import parse, run_script
 from ldm_jax.errors import UserError
-from ldm_jax.infer import Sampling, complete, load_model
+from ldm_jax.infer import Sampling, complete, load_model, read_prompt
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,11 @@ class Arguments:
 
     run: tyro.conf.Positional[Path]
     """Directory of the run, for its last checkpoint; RUN@STEP for that of a step."""
-    prompt: tuple[str, ...] = ("def ",)
-    """Prompts, which are computed as one batch. An empty one is the start of a document."""
+    prompt: tuple[str, ...] = ()
+    """Prompts, which are computed as one batch. An empty one is the start of a document. Without any prompt or file,
+    it is "def "."""
+    prompt_file: tuple[Path, ...] = ()
+    """UTF-8 text files; - for standard input. Each is one prompt, without one newline at its end."""
     tokens: int = 300
     """Most tokens to generate after each prompt."""
     stop: tuple[str, ...] = ()
@@ -34,21 +37,22 @@ class Arguments:
 def main() -> None:
     """Parses the arguments and prints the texts."""
     arguments = parse(Arguments)
+    prompts = (*arguments.prompt, *map(read_prompt, arguments.prompt_file)) or ("def ",)
     run = load_model(arguments.run)
-    if "" in arguments.prompt and run.config.data.separate_documents:
+    if "" in prompts and run.config.data.separate_documents:
         raise UserError(
             "a prompt is empty, but this run was trained with data.separate_documents, so the model has not learned "
             "how documents start: give a prompt with text."
         )
     try:
         pieces = complete(
-            run.graph, run.params, run.tokenizer, arguments.prompt, run.config.data.context, arguments.tokens,
+            run.graph, run.params, run.tokenizer, prompts, run.config.data.context, arguments.tokens,
             sampling=arguments.sampling, seed=arguments.seed, stop=arguments.stop,
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from error
-    if len(arguments.prompt) == 1:
-        sys.stdout.write(arguments.prompt[0])
+    if len(prompts) == 1:
+        sys.stdout.write(prompts[0])
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for (piece,) in pieces:
             sys.stdout.write(decoder.decode(piece))
@@ -56,7 +60,7 @@ def main() -> None:
         sys.stdout.write(decoder.decode(b"", final=True) + "\n")
         return
     texts = [b"".join(parts) for parts in zip(*pieces, strict=True)]
-    for number, (prompt, text) in enumerate(zip(arguments.prompt, texts, strict=True), 1):
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         print(f"--- {number}\n{prompt}{text.decode(errors='replace')}")
 
 

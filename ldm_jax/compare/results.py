@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 from ldm_jax.compare.costs import MethodCosts, read_costs
 from ldm_jax.compare.runs import RunResult, check_directory, read_runs
@@ -43,7 +43,7 @@ def mean(values: Sequence[float]) -> Mean:
         return Mean(float(np.mean(values)), math.inf, count)
     if not np.all(np.isfinite(values)):
         return Mean(math.inf, math.nan, count)
-    half_width = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count)
+    half_width = stdtrit(count - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(count)
     return Mean(float(np.mean(values)), float(half_width), count)
 
 

@@ -1,6 +1,6 @@
 """Text and losses from a trained model."""
 
-from ldm_jax.infer.completion import Completion, complete
+from ldm_jax.infer.completion import Completion, complete, read_prompt
 from ldm_jax.infer.evaluation import Evaluation, evaluate_text, make_evaluate
 from ldm_jax.infer.generation import generate
 from ldm_jax.infer.memory_figures import MemoryFigures, make_memory_figures
@@ -19,4 +19,5 @@ __all__ = [
     "load_model",
     "make_evaluate",
     "make_memory_figures",
+    "read_prompt",
 ]

@@ -1,16 +1,22 @@
 """Text from a model: prompts and their continuations, streamed."""
 
+import re
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
 
 from ldm_jax.data import Tokenizer
+from ldm_jax.errors import UserError
 from ldm_jax.infer.generation import Graph, generate
 from ldm_jax.infer.sampling import Sampling
 
 CONTEXT = 16
 """Number of prompt tokens that a continuation is decoded with."""
+SMALLEST_CACHE = 128
+"""Number of tokens in the smallest cache, unless the context is smaller."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 
 
@@ -68,6 +74,28 @@ class Completion:
         return max((len(start) for start in starts if decoded.endswith(start)), default=0)
 
 
+def read_prompt(file: Path) -> str:
+    """The content of a text file, or of standard input for `-`, without one newline at its end.
+
+    Editors and `echo` write that newline, and a model continues a text that has it differently.
+
+    Raises:
+        UserError: the file cannot be read, or it is not UTF-8.
+    """
+    standard_input = str(file) == "-"
+    name = "standard input" if standard_input else file
+    if standard_input and sys.stdin.isatty():
+        print("type the prompt; end it with Enter and Ctrl-D.", file=sys.stderr)
+    try:
+        content = sys.stdin.buffer.read() if standard_input else file.read_bytes()
+        text = content.decode("utf-8-sig")  # read_text would convert line ends
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start:,}): convert it.") from error
+    return re.sub(r"\r?\n\Z", "", text)
+
+
 def complete(
     graph: Graph,
     params: object,
@@ -84,7 +112,8 @@ def complete(
 
     Only ids that have a token are drawn. The concatenated pieces of a prompt are its text. An empty prompt is the start
     of a document. The iterator ends early when every text has reached a stop string, which is left out, or the end of
-    its document.
+    its document. A token attends to itself and to the `context - 1` tokens before it. Where the texts are shorter, the
+    cache is too: its size is a power of two, so that few sizes are compiled.
 
     Raises:
         UserError: the tokenizer cannot encode a prompt.
@@ -99,7 +128,9 @@ def complete(
     ids = [tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
     words = [word.encode(errors="surrogateescape") for word in stop]
     texts = [Completion(tokenizer, words, prompt) for prompt in ids]
-    tokens = generate(graph, params, ids, context, ids=tokenizer.ids, sampling=sampling, seed=seed)
+    needed = max(len(prompt) for prompt in ids) + count
+    window = min(context, max(SMALLEST_CACHE, 1 << (needed - 1).bit_length()))
+    tokens = generate(graph, params, ids, window, ids=tokenizer.ids, sampling=sampling, seed=seed)
     return _stream(texts, tokens, count)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from ldm_jax.infer.sampling import Sampling, draw
+from ldm_jax.infer.sampling import Sampling, SamplingValues, draw
 from ldm_jax.nn import Transformer
 from ldm_jax.nn.cache import Cache, init_cache
 
@@ -61,16 +61,16 @@ def generate(
         ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, no token may be drawn, or
             the seed, context or chunk is out of range.
     """
-    next_token = token_step(graph, sampling or Sampling())
     state = read_prompts(graph, params, prompts, context, ids=ids, seed=seed, chunk=chunk)
-    return _tokens(next_token, params, state)
+    return _tokens(graph, params, state, (sampling or Sampling()).values)
 
 
 def _tokens(
-    next_token: Callable[..., tuple[Array, DecodeState]], params: object, state: DecodeState
+    graph: Graph, params: object, state: DecodeState, sampling: SamplingValues
 ) -> Iterator[Int[np.ndarray, " B"]]:
+    next_token = token_step(graph)
     while True:
-        tokens, state = next_token(params, state)
+        tokens, state = next_token(params, state, sampling)
         yield np.asarray(tokens)
 
 
@@ -131,10 +131,12 @@ def _chunk_step(graph: Graph) -> Callable[[object, Array, Cache], tuple[Array, C
 
 
 @functools.cache
-def token_step(graph: Graph, sampling: Sampling) -> Callable[[object, DecodeState], tuple[Array, DecodeState]]:
-    """The compiled step `(params, state) -> (tokens [B], state)`; the given state is donated."""
+def token_step(graph: Graph) -> Callable[[object, DecodeState, SamplingValues], tuple[Array, DecodeState]]:
+    """The compiled step `(params, state, sampling) -> (tokens [B], state)`; the given state is donated."""
 
-    def next_token(params: object, state: DecodeState) -> tuple[Int[Array, " B"], DecodeState]:
+    def next_token(
+        params: object, state: DecodeState, sampling: SamplingValues
+    ) -> tuple[Int[Array, " B"], DecodeState]:
         model = nnx.merge(graph, params)
         keys = jax.vmap(jax.random.split)(state.keys)
         tokens = draw(sampling, state.logits, state.seen, state.allowed, keys[:, 0])

@@ -64,7 +64,7 @@ class Model:
             sampling: how tokens are drawn.
             seed: seed of the draws.
             stop: strings that end a text; they are left out.
-            context: number of tokens in the cache. None: `data.context`.
+            context: the number of tokens that a token attends to, itself included. None: `data.context`.
 
         Raises:
             UserError, ValueError: as `complete`.

@@ -2,12 +2,23 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ldm_jax.options import check, check_option_types
+
+
+class SamplingValues(NamedTuple):
+    """The numbers of a `Sampling` as arrays, so that a program is compiled once for all of them."""
+
+    repetition_penalty: Float[Array, ""]
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    min_p: Float[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -42,36 +53,52 @@ class Sampling:
         ):
             check(valid, f"{name} is {getattr(self, name)}, but it must {allowed}.")
 
+    @property
+    def values(self) -> SamplingValues:
+        """The options as arrays."""
+        largest = int(jnp.iinfo(jnp.int32).max)
+        return SamplingValues(
+            jnp.float32(self.repetition_penalty),
+            jnp.float32(self.temperature),
+            jnp.int32(largest if self.top_k is None else min(self.top_k, largest)),
+            jnp.float32(self.top_p),
+            jnp.float32(self.min_p),
+        )
 
-def filtered_logits(sampling: Sampling, logits: Float[Array, "B S"], seen: Bool[Array, "B S"]) -> Float[Array, "B S"]:
+
+def filtered_logits(
+    sampling: SamplingValues, logits: Float[Array, "B S"], seen: Bool[Array, "B S"]
+) -> Float[Array, "B S"]:
     """The float32 logits that a token is sampled from, with `-inf` for tokens that are not allowed.
 
     Tokens that tie with the last one allowed by `top_k` are allowed, too. The most likely token is always allowed.
     """
-    logits = logits.astype(jnp.float32)
-    penalty = sampling.repetition_penalty
-    if penalty != 1:
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if sampling.temperature > 0:
-        logits = logits / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        threshold = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
-    if sampling.top_p < 1:
-        descending = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(descending)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        within = (before < sampling.top_p).at[:, 0].set(True)
-        threshold = jnp.min(jnp.where(within, descending, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
-    if sampling.min_p > 0:
-        threshold = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
-    return logits
+    logits, penalty, temperature = logits.astype(jnp.float32), sampling.repetition_penalty, sampling.temperature
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits / jnp.where(temperature > 0, temperature, 1)
+    threshold = jax.lax.cond(  # the sort takes time, so it is left out if no option needs it
+        (sampling.top_k < logits.shape[-1]) | (sampling.top_p < 1),
+        lambda: _smallest_allowed(sampling, logits),
+        lambda: jnp.full_like(logits[:, :1], -jnp.inf),
+    )
+    threshold = jnp.maximum(threshold, jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p))
+    return jnp.where(logits < threshold, -jnp.inf, logits)
+
+
+def _smallest_allowed(sampling: SamplingValues, logits: Float[Array, "B S"]) -> Float[Array, "B 1"]:
+    """The smallest logit that `top_k` and `top_p` allow."""
+    descending = jnp.sort(logits, axis=-1, descending=True)
+    last = jnp.minimum(sampling.top_k, logits.shape[-1]) - 1
+    smallest = jax.lax.dynamic_slice_in_dim(descending, last, 1, axis=-1)
+    descending = jnp.where(descending < smallest, -jnp.inf, descending)
+    probabilities = jax.nn.softmax(descending)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    within = ((before < sampling.top_p) | (sampling.top_p >= 1)).at[:, 0].set(True)
+    return jnp.maximum(smallest, jnp.min(jnp.where(within, descending, jnp.inf), axis=-1, keepdims=True))
 
 
 def draw(
-    sampling: Sampling,
+    sampling: SamplingValues,
     logits: Float[Array, "B S"],
     seen: Bool[Array, "B S"],
     allowed: Bool[Array, "1 S"],
@@ -79,6 +106,8 @@ def draw(
 ) -> Int[Array, " B"]:
     """Samples one of the allowed tokens per sequence, each with its own random key."""
     logits = filtered_logits(sampling, jnp.where(allowed, logits, -jnp.inf), seen)
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return jax.lax.cond(
+        sampling.temperature > 0,
+        lambda: jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32),
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+    )

@@ -125,8 +125,10 @@ def lower_decode_step(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         shapes = jax.eval_shape(lambda: init_params(config.model, config.mixer, 0))
         declarations = model_declarations(config.model, config.mixer)
         params = jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh, declarations))
-        step = token_step(model_graph(config.model, config.mixer), Sampling())
-        return step.lower(params, _decode_state(config, mesh))  # pyright: ignore[reportFunctionMemberAccess]
+        step = token_step(model_graph(config.model, config.mixer))
+        # The options are constants here, so that the compiler removes the sort, which the default options skip.
+        default = jax.jit(lambda params, state: step(params, state, Sampling().values), donate_argnames="state")
+        return default.lower(params, _decode_state(config, mesh))
 
 
 def _decode_state(config: Config, mesh: Mesh) -> DecodeState:

@@ -1,6 +1,9 @@
 """Generated tokens equal those of the full forward pass, whatever else is in the batch; texts and stop strings."""
 
+import io
 import itertools
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +13,48 @@ from flax import nnx
 
 from ldm_jax.config import ModelConfig
 from ldm_jax.data.tokenizer import ByteTokenizer
-from ldm_jax.infer import Completion, Sampling, complete, generate
-from ldm_jax.infer.generation import read_prompts
+from ldm_jax.errors import UserError
+from ldm_jax.infer import Completion, Sampling, complete, generate, read_prompt
+from ldm_jax.infer.generation import read_prompts, token_step
 from ldm_jax.mixers import LDMConfig, MixerConfig
 from ldm_jax.nn import init_params, model_graph
 
 MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)
 MIXER = MixerConfig(ldm=LDMConfig(groups=2, key_dim=2, latent_dim=4))
-GRAPH, PARAMS = model_graph(MODEL, MIXER), init_params(MODEL, MIXER, 0)
+GRAPH = model_graph(MODEL, MIXER)
 GREEDY = Sampling(temperature=0.0, repetition_penalty=1.5)  # the penalty avoids repeating a single token
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
 
 
-def take(count, prompts=PROMPTS, context=16, **options):
-    tokens = itertools.islice(generate(GRAPH, PARAMS, prompts, context, **options), count)
-    return np.stack(list(tokens), axis=1).tolist()
+@pytest.fixture(scope="module")
+def params():
+    return init_params(MODEL, MIXER, 0)
 
 
-def test_greedy_tokens_are_those_of_the_full_forward_pass():
-    model = jax.jit(lambda ids: nnx.merge(GRAPH, PARAMS)(ids))
+@pytest.fixture
+def take(params):
+    """Generates this many tokens after each prompt."""
+
+    def run(count, prompts=PROMPTS, context=16, **options):
+        tokens = itertools.islice(generate(GRAPH, params, prompts, context, **options), count)
+        return np.stack(list(tokens), axis=1).tolist()
+
+    return run
+
+
+@pytest.fixture
+def texts(params):
+    """The texts after prompts."""
+
+    def run(prompts, context, count, **options):
+        pieces = complete(GRAPH, params, ByteTokenizer(), prompts, context, count, **options)
+        return [b"".join(parts) for parts in zip(*pieces, strict=True)]
+
+    return run
+
+
+def test_greedy_tokens_are_those_of_the_full_forward_pass(take, params):
+    model = jax.jit(lambda ids: nnx.merge(GRAPH, params)(ids))
     for prompt, found in zip(PROMPTS, take(6, sampling=GREEDY), strict=True):
         ids = list(prompt)
         for token in found:
@@ -39,7 +65,7 @@ def test_greedy_tokens_are_those_of_the_full_forward_pass():
             ids.append(token)
 
 
-def test_draws_depend_on_the_seed_and_the_row_alone():
+def test_draws_depend_on_the_seed_and_the_row_alone(take):
     sampling = Sampling(temperature=1.0)
     together = take(5, sampling=sampling)
     assert take(5, sampling=sampling) == together
@@ -50,20 +76,20 @@ def test_draws_depend_on_the_seed_and_the_row_alone():
 
 
 @pytest.mark.parametrize("chunk", [3, 5, 100])
-def test_prompts_in_chunks(chunk):
+def test_prompts_in_chunks(chunk, params):
     # Only the last `context` tokens of a longer prompt are read; chunks of 3 do not divide them.
     long = [list(range(1, 20)), [3]]
-    expected = read_prompts(GRAPH, PARAMS, [long[0][-10:], [3]], 10, chunk=10)
-    found = read_prompts(GRAPH, PARAMS, long, 10, chunk=chunk)
+    expected = read_prompts(GRAPH, params, [long[0][-10:], [3]], 10, chunk=10)
+    found = read_prompts(GRAPH, params, long, 10, chunk=chunk)
     np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
-def test_ids_without_a_token_are_not_drawn():
+def test_ids_without_a_token_are_not_drawn(take):
     drawn = take(20, ids=[7, 200, 300], sampling=Sampling(temperature=1.0))
     assert {token for row in drawn for token in row} == {7, 200}
 
 
-def test_generation_continues_past_the_context():
+def test_generation_continues_past_the_context(take):
     assert [len(tokens) for tokens in take(40, sampling=GREEDY)] == [40, 40, 40]
 
 
@@ -80,9 +106,9 @@ def test_generation_continues_past_the_context():
         ([[1]], {"ids": [256]}, "ids has no token"),
     ],
 )
-def test_invalid_arguments_are_refused(prompts, options, match):
+def test_invalid_arguments_are_refused(params, prompts, options, match):
     with pytest.raises(ValueError, match=match):
-        generate(GRAPH, PARAMS, prompts, **{"context": 8} | options)
+        generate(GRAPH, params, prompts, **{"context": 8} | options)
 
 
 def streamed(tokens, stop=()):
@@ -114,18 +140,68 @@ def test_text_is_decoded_after_its_prompt_and_in_complete_characters():
     assert (text.text, text.finished) == (" €".encode(), True)
 
 
-def test_missing_prompts_and_empty_stop_strings_are_refused():
+def test_missing_prompts_and_empty_stop_strings_are_refused(texts):
     with pytest.raises(ValueError, match="no prompt"):
-        complete(GRAPH, PARAMS, ByteTokenizer(), [], 32, 3)
+        texts([], 32, 3)
     with pytest.raises(ValueError, match="stop string"):
-        complete(GRAPH, PARAMS, ByteTokenizer(), ["a"], 32, 3, stop=[""])
+        texts(["a"], 32, 3, stop=[""])
+    with pytest.raises(ValueError, match="tokens is 0"):
+        texts(["a"], 16, 0)
 
 
-def test_texts_of_several_prompts():
-    pieces = list(complete(GRAPH, PARAMS, ByteTokenizer(), ["def ", "", "x = 1"], 16, 7, sampling=GREEDY))
-    texts = [b"".join(parts) for parts in zip(*pieces, strict=True)]
+def test_texts_of_several_prompts(take, texts):
+    prompts = ["def ", "", "x = 1"]
     ids = take(7, [list(b"def "), [0], list(b"x = 1")], sampling=GREEDY)
     expected = [bytes(row).split(b"\0")[0] for row in ids]
-    assert texts == expected
-    with pytest.raises(ValueError, match="tokens is 0"):
-        complete(GRAPH, PARAMS, ByteTokenizer(), ["a"], 16, 0)
+    assert texts(prompts, 16, 7, sampling=GREEDY) == expected
+    # The cache has the size of the texts: this context would need petabytes.
+    assert texts(prompts, 10**12, 7, sampling=GREEDY) == expected
+
+
+def test_other_sampling_options_compile_nothing(take):
+    step = token_step(GRAPH)
+    take(2)
+    programs = step._cache_size()
+    drawn = [
+        take(2, sampling=sampling)
+        for sampling in (
+            GREEDY,
+            Sampling(temperature=1.5, top_p=0.9),
+            Sampling(top_k=3, min_p=0.1, repetition_penalty=1.1),
+            Sampling(temperature=1000.0),
+        )
+    ]
+    assert step._cache_size() == programs
+    assert drawn[0] != drawn[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"def f(x):\r\n    return\n\n", "def f(x):\r\n    return\n"),
+        (b"\xef\xbb\xbfone line\r\n", "one line"),
+        ("without a newline, in Ελληνικά".encode(), "without a newline, in Ελληνικά"),
+        (b"\n", ""),
+        (b"", ""),
+    ],
+)
+def test_prompt_files(tmp_path, monkeypatch, content, expected):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    assert read_prompt(file) == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert read_prompt(Path("-")) == expected
+
+
+def test_prompt_files_that_cannot_be_read(tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    for path in (file, tmp_path):
+        with pytest.raises(UserError, match=str(path)):
+            read_prompt(path)
+    for encoding in ("latin-1", "utf-16"):
+        file.write_text("naïve", encoding=encoding)
+        with pytest.raises(UserError, match=str(file)):
+            read_prompt(file)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(UserError, match="standard input"):
+        read_prompt(Path("-"))

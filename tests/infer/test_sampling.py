@@ -13,7 +13,7 @@ def allowed(logits, seen=None, **options):
     """The filtered logits of one sequence, and the set of allowed tokens."""
     seen = np.zeros(len(logits), bool) if seen is None else seen
     sampling = Sampling(**{"temperature": 1.0} | options)
-    found = np.asarray(filtered_logits(sampling, jnp.asarray([logits], jnp.float32), jnp.asarray([seen])))[0]
+    found = np.asarray(filtered_logits(sampling.values, jnp.asarray([logits], jnp.float32), jnp.asarray([seen])))[0]
     return found, set(np.flatnonzero(np.isfinite(found)).tolist())
 
 
@@ -36,6 +36,9 @@ def test_top_p(rng):
     for p in (1e-40, 1e-6, 0.3, 0.9):
         fewest = next(n for n in range(1, 51) if probabilities[order[:n]].sum() >= p)
         assert allowed(logits, top_p=p)[1] == set(order[:fewest].tolist())
+    shares = probabilities[order[:7]] / probabilities[order[:7]].sum()
+    fewest = next(n for n in range(1, 8) if shares[:n].sum() >= 0.9)
+    assert allowed(logits, top_k=7, top_p=0.9)[1] == set(order[:fewest].tolist())
 
 
 def test_min_p(rng):
@@ -54,15 +57,15 @@ def test_draws_have_the_probabilities():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]] * 4000))
     keys = jax.random.split(jax.random.key(0), 4000)
     seen, every = jnp.zeros(logits.shape, bool), jnp.ones((1, 4), bool)
-    tokens = draw(Sampling(temperature=1.0, top_p=0.9), logits, seen, every, keys)
+    tokens = draw(Sampling(temperature=1.0, top_p=0.9).values, logits, seen, every, keys)
     shares = np.bincount(tokens, minlength=4) / 4000
     # Of the .95 that are allowed; a share's standard deviation is at most .008.
     np.testing.assert_allclose(shares, np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.03)
-    assert draw(Sampling(temperature=0.0), logits, seen, every, keys).tolist() == [0] * 4000
+    assert draw(Sampling(temperature=0.0).values, logits, seen, every, keys).tolist() == [0] * 4000
     # A token that may not be drawn takes no place in top_k either.
     allowed = jnp.asarray([[False, True, False, True]])
     for sampling, expected in ((Sampling(temperature=50.0, top_k=2), {1, 3}), (Sampling(temperature=0.0), {1})):
-        assert set(draw(sampling, logits, seen, allowed, keys).tolist()) == expected
+        assert set(draw(sampling.values, logits, seen, allowed, keys).tolist()) == expected
 
 
 @pytest.mark.parametrize(

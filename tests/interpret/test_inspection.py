@@ -20,7 +20,7 @@ from ldm_jax.nn import init_params, model_graph
 
 MODEL = ModelConfig(depth=1, width=16, heads=2, mlp_width=16)
 LDM = LDMConfig(groups=2, key_dim=3, latent_dim=5)
-WINDOWS = Batch(np.asarray(jax.random.randint(jax.random.key(0), (3, 9), 0, 256)), None)
+WINDOWS = Batch(np.random.default_rng(0).integers(0, 256, (3, 9), np.int32), None)
 
 
 @pytest.fixture(scope="module")
