@@ -84,6 +84,8 @@ def read_prompt(file: Path) -> str:
     """
     standard_input = str(file) == "-"
     name = "standard input" if standard_input else file
+    if standard_input and sys.stdin is None:
+        raise UserError("standard input is closed: give a prompt or a file.")
     if standard_input and sys.stdin.isatty():
         print("type the prompt; end it with Enter and Ctrl-D.", file=sys.stderr)
     try:
