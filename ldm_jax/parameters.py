@@ -89,7 +89,8 @@ def linear(
         muon: whether Muon updates the kernel.
         kernel_init: initializer of the kernel; None: LeCun normal, flax's default.
         bias_init: initializer of the bias; None: zeros.
-        dtype: compute type; None: the input's type. Parameters are float32.
+        dtype: compute type; None: the input's type, which accelerators then do not round (`precision="highest"`).
+            Parameters are float32.
         rngs: random number generators.
     """
     options: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
@@ -98,6 +99,7 @@ def linear(
         outputs,
         use_bias=use_bias,
         dtype=dtype,
+        precision="highest" if dtype is None else None,
         rngs=rngs,
         kernel_metadata={"declaration": Declaration(axes, decays=True, muon=muon)},
         bias_metadata={"declaration": Declaration(axes[-1:])},

@@ -51,8 +51,8 @@ class HyperLayer(StreamsLayer):
             by_token = self.dynamic(streams)
             write_to, read_from, carry = write_to + by_token[0], read_from + by_token[1], carry + by_token[2]
         exact = at_least_float32(streams)
-        x = jnp.einsum("...e,...ed->...d", read_from, exact)
-        carried = jnp.einsum("...ij,...id->...jd", carry, exact)
+        x = jnp.einsum("...e,...ed->...d", read_from, exact, precision="highest")
+        carried = jnp.einsum("...ij,...id->...jd", carry, exact, precision="highest")
         return x.astype(streams.dtype), MixerState(carried, write_to)
 
 
@@ -71,9 +71,9 @@ class DynamicCoefficients(nnx.Module):
         """The terms added to `B`, `A_m` and `A_r`."""
         x = self.norm(at_least_float32(streams))
         return (
-            self.write_scale[...] * jnp.tanh(x @ self.write_to[...]),
-            self.carry_scale[...] * jnp.tanh(x @ self.read_from[...]),
-            self.carry_scale[...] * jnp.tanh(x @ self.carry[...]),
+            self.write_scale[...] * jnp.tanh(jnp.matmul(x, self.write_to[...], precision="highest")),
+            self.carry_scale[...] * jnp.tanh(jnp.matmul(x, self.read_from[...], precision="highest")),
+            self.carry_scale[...] * jnp.tanh(jnp.matmul(x, self.carry[...], precision="highest")),
         )
 
 

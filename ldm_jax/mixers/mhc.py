@@ -66,8 +66,8 @@ class MHCLayer(StreamsLayer):
         streams = state.stream
         exact = at_least_float32(streams)
         pre, post, mix = self.coefficients(exact)
-        x = jnp.einsum("...e,...ed->...d", pre, exact)
-        mixed = jnp.einsum("...ij,...jd->...id", mix, exact)
+        x = jnp.einsum("...e,...ed->...d", pre, exact, precision="highest")
+        mixed = jnp.einsum("...ij,...jd->...id", mix, exact, precision="highest")
         return x.astype(streams.dtype), MixerState(mixed, post)
 
     def coefficients(
@@ -78,7 +78,7 @@ class MHCLayer(StreamsLayer):
         normed = flat * jax.lax.rsqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + EPSILON)
         count = self.streams
         scale = jnp.repeat(self.scale[...], jnp.asarray([count, count, count**2]), total_repeat_length=self.bias.size)
-        logits = scale * (normed @ self.phi[...]) + self.bias[...]
+        logits = scale * jnp.matmul(normed, self.phi[...], precision="highest") + self.bias[...]
         pre, post, mix = jnp.split(logits, [count, 2 * count], axis=-1)
         return jax.nn.sigmoid(pre), 2 * jax.nn.sigmoid(post), sinkhorn(mix.reshape(*mix.shape[:-1], count, count))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 from doubled import in_float64
 from ldm_jax.config import AttentionImplementation, ComputeType, ModelConfig, Remat
 from ldm_jax.memory import Backward
-from ldm_jax.mixers import Form, Write, without_reads
+from ldm_jax.mixers import Form, MixerKind, Write, without_reads
 from ldm_jax.nn import count_parameters, init_params, model_graph
 from models import (
     LDM,
@@ -201,6 +202,35 @@ def test_float32_parts_under_bfloat16(mixer_config):
     assert "bf16[" in text
     assert "f16[2,9,2,3,8]" not in text  # no half-precision copy of M
     assert ("f32[2,9,2,3,8]" in text) == (mixer_config.kind == "ldm")
+
+
+@pytest.mark.parametrize("kind", MixerKind)
+def test_accelerators_do_not_round_float32_products(kind):
+    # By default a TPU rounds the operands of a float32 matmul to bfloat16, and recent GPUs to 10 bits.
+    config = dataclasses.replace(MODEL, compute_dtype=ComputeType.BFLOAT16)
+
+    def gradient(params):
+        return jax.grad(lambda params: model(config, mixer(kind), params).loss(tokens(), tokens()))(params)
+
+    program = jax.jit(gradient).lower(shapes(config, mixer(kind))).as_text()
+    products = re.findall(r"dot_general .*?(precision = \[\w+, \w+\])?(?: \{.*\})? : \((.*)\) ->", program)
+    exact = [precision for precision, operands in products if operands.count("xf32>") == 2]
+    assert set(exact) <= {"precision = [HIGHEST, HIGHEST]"}
+    assert bool(exact) == (kind in ("ldm", "hc", "mhc"))
+    assert len(products) > len(exact)
+
+
+def test_the_loss_under_bfloat16_is_that_of_unrounded_logits():
+    config = dataclasses.replace(MODEL, compute_dtype=ComputeType.BFLOAT16)
+    transformer = model(config, mixer("preln"), params_of(config, mixer("preln")))
+    hidden, head = (np.asarray(x, np.float64) for x in (transformer.hidden(tokens()), transformer.head_matrix()))
+    logits = hidden @ head
+    own = np.take_along_axis(logits, np.asarray(tokens())[..., None], axis=-1)[..., 0]
+    expected = np.log(np.exp(logits).sum(axis=-1)) - own
+    found = np.asarray(transformer.token_losses(tokens(), tokens()).cross_entropy)
+    # Rounded logits are off by up to 2^-9 of their size, float32 sums of 16 products by 1e-6.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(logits).max())
+    np.testing.assert_allclose(transformer(tokens()), logits, rtol=0, atol=1e-5 * np.abs(logits).max())
 
 
 def test_bfloat16_is_close_to_float32():
