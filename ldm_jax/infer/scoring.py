@@ -110,11 +110,11 @@ def _token_scores(
         params: object, tokens: Int[Array, "B T_and_next"]
     ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
         model, targets = nnx.merge(graph, params), tokens[:, 1:]
-        hidden, head = model.hidden(tokens[:, :-1]), model.head_matrix()
+        hidden = model.hidden(tokens[:, :-1])
 
         def score(token: tuple[Float[Array, " D"], Int[Array, ""]]) -> tuple[Float[Array, ""], Bool[Array, ""]]:
             state, target = token
-            logits = (state @ head).astype(jnp.float32)
+            logits = model.logits(state).astype(jnp.float32)
             return jax.nn.log_softmax(logits)[target], jnp.argmax(logits) == target
 
         # The logits of at most `loss_chunk` tokens at a time.
