@@ -47,7 +47,7 @@ def main() -> None:
     try:
         pieces = complete(
             run.graph, run.params, run.tokenizer, prompts, run.config.data.context, arguments.tokens,
-            sampling=arguments.sampling, seed=arguments.seed, stop=arguments.stop,
+            sampling=arguments.sampling, seed=arguments.seed, stop=arguments.stop, start=run.start,
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, any `tokenizer.json`, or none."""
 
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,11 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Equal for tokenizers that give the same tokens."""
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer's own rules put before a text, such as Llama's `<s>`; `encode` does not."""
+        ...
+
     def encode(self, text: str) -> Ids:
         """The tokens of a text; bytes that are not valid UTF-8 are represented as by `surrogateescape`."""
         ...
@@ -75,6 +81,7 @@ class ByteTokenizer:
     vocabulary = 256
     ids = np.arange(256)
     end_of_document = 0
+    start = ()
     fingerprint = BYTES
 
     def encode(self, text: str) -> Ids:
@@ -141,6 +148,13 @@ class JsonTokenizer:
         missing = "special token with a usual end-of-document name" if wanted is None else f"special token {wanted!r}"
         raise UserError(f"{name} has no {missing}: choose one of its special tokens with --end-of-document ({names}).")
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The special tokens that the file's post-processor puts before a text."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        special = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(token for token, _ in itertools.takewhile(lambda each: each[1], special))
+
     def encode(self, text: str) -> Ids:
         """The tokens; bytes that are not valid UTF-8 are encoded as U+FFFD."""
         return self.encode_batch([text])[0]
@@ -185,6 +199,7 @@ class MissingTokenizer:
 
     fingerprint = "none"
     end_of_document = -1
+    start = ()
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary

@@ -88,8 +88,9 @@ def benchmark_json(results: Mapping[str, Any]) -> Any:
 def language_model(model: Model, batch_size: int = 8) -> Any:
     """A trained model as an `lm_eval.api.model.LM`, for use with lm-eval's Python interface.
 
-    Requests are encoded and cut as by lm-eval's own class for transformers. The empty context is the end-of-document
-    token. Results do not depend on the batch size, except for rounding.
+    Requests are encoded and cut as by lm-eval's own class for transformers. The tokens `model.start` precede a context;
+    the empty context is the last of them, or else the end-of-document token. Results do not depend on the batch size,
+    except for rounding.
 
     Raises:
         UserError: lm-eval is missing.
@@ -105,9 +106,13 @@ def language_model(model: Model, batch_size: int = 8) -> Any:
         def eot_token_id(self) -> int:
             return tokenizer.end_of_document
 
+        @property
+        def prefix_token_id(self) -> int:
+            return model.start[-1] if model.start else tokenizer.end_of_document
+
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            del add_special_tokens
-            return tokenizer.encode(string).tolist()
+            start = () if add_special_tokens is False else model.start
+            return [*start, *tokenizer.encode(string).tolist()]
 
         def _loglikelihood_tokens(
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -117,7 +122,10 @@ def language_model(model: Model, batch_size: int = 8) -> Any:
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             del disable_tqdm
-            pairs = [([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
+            pairs = [
+                ([self.prefix_token_id], self.tok_encode(request.args[0], add_special_tokens=False))
+                for request in requests
+            ]
             return [log_likelihood for log_likelihood, _ in score_continuations(model, pairs, batch_size)]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

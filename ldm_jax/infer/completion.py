@@ -109,13 +109,14 @@ def complete(
     sampling: Sampling | None = None,
     seed: int = 0,
     stop: Sequence[str] = (),
+    start: Sequence[int] = (),
 ) -> Iterator[list[bytes]]:
     """Generates at most `count` tokens after every prompt; yields the new bytes of every text, once per token.
 
-    Only ids that have a token are drawn. The concatenated pieces of a prompt are its text. An empty prompt is the start
-    of a document. The iterator ends early when every text has reached a stop string, which is left out, or the end of
-    its document. A token attends to itself and to the `context - 1` tokens before it. Where the texts are shorter, the
-    cache is too: its size is a power of two, so that few sizes are compiled.
+    The tokens `start` precede every prompt. Only ids that have a token are drawn. The concatenated pieces of a prompt
+    are its text. An empty prompt is the start of a document. The iterator ends early when every text has reached a stop
+    string, which is left out, or the end of its document. A token attends to itself and to the `context - 1` tokens
+    before it. Where the texts are shorter, so is the cache: its size is a power of two, so that few sizes are compiled.
 
     Raises:
         UserError: the tokenizer cannot encode a prompt.
@@ -127,7 +128,7 @@ def complete(
         raise ValueError("there is no prompt: give at least one.")
     if "" in stop:
         raise ValueError("a stop string is empty: give at least one character.")
-    ids = [tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document] for prompt in prompts]
+    ids = [[*start, *tokenizer.encode(prompt).tolist()] or [tokenizer.end_of_document] for prompt in prompts]
     words = [word.encode(errors="surrogateescape") for word in stop]
     texts = [Completion(tokenizer, words, prompt) for prompt in ids]
     needed = max(len(prompt) for prompt in ids) + count

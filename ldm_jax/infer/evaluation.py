@@ -102,15 +102,16 @@ def make_evaluate(
 def evaluate_text(model: Model, texts: Iterable[str], batch_size: int) -> Evaluation:
     """Evaluates a model on all tokens of texts of any length.
 
-    A text starts after an end-of-document token. Each of its tokens is a target once, as by lm-eval's
-    `loglikelihood_rolling`. The ends of the texts are no targets.
+    A text starts after `model.start`, or else an end-of-document token. Each of its tokens is a target once, as by
+    lm-eval's `loglikelihood_rolling`. The ends of the texts are no targets.
 
     Raises:
         UserError: there is no text, or the tokenizer cannot encode it.
     """
     size, windows, context = 0, [], model.config.data.context
+    before = model.start or (model.tokenizer.end_of_document,)
     for text in texts:
-        windows += cut_windows([model.tokenizer.end_of_document], model.tokenizer.encode(text).tolist(), context)
+        windows += cut_windows(before, model.tokenizer.encode(text).tolist(), context)
         size += len(text_bytes(text))
     if not windows:
         raise UserError("the text is empty.")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Integer
 
 from ldm_jax.config import Config
 from ldm_jax.convert import read_model
@@ -18,7 +18,7 @@ from ldm_jax.data import MissingTokenizer, Tokenizer, tokenizer_from_files
 from ldm_jax.infer.completion import complete
 from ldm_jax.infer.sampling import Sampling
 from ldm_jax.nn import Params, Transformer, model_graph
-from ldm_jax.typing import Logits, Scalar, Tokens
+from ldm_jax.typing import AnyArray, Logits, Scalar
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,19 @@ class Model:
     corpus: str
     """Fingerprint of the corpus that the model was trained on; empty if it was imported and has not been trained."""
 
-    def logits(self, tokens: Tokens) -> Logits:
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The tokens before a text: those of the tokenizer, such as Llama's `<s>`, until the model is trained here.
+
+        Training data has no such tokens.
+        """
+        return () if self.corpus else self.tokenizer.start
+
+    def logits(self, tokens: Integer[AnyArray, "B T"]) -> Logits:
         """The logits of the next token at every position, `[B, T, S]`, float32. Compiled for every shape `[B, T]`."""
         return _logits(self.graph)(self.params, jnp.asarray(tokens))
 
-    def loss(self, tokens: Tokens) -> Scalar:
+    def loss(self, tokens: Integer[AnyArray, "B T"]) -> Scalar:
         """The mean cross-entropy of every token `[B, T]` but the first, in nats, float32."""
         return _loss(self.graph)(self.params, jnp.asarray(tokens))
 
@@ -71,7 +79,7 @@ class Model:
         """
         pieces = complete(
             self.graph, self.params, self.tokenizer, prompts, context or self.config.data.context, count,
-            sampling=sampling, seed=seed, stop=stop,
+            sampling=sampling, seed=seed, stop=stop, start=self.start,
         )  # fmt: skip
         return [b"".join(parts).decode(errors="replace") for parts in zip(*pieces, strict=True)]
 

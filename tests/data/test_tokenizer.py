@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from corpora import words
 from ldm_jax.data import ByteTokenizer, JsonTokenizer, load_tokenizer, read_tokenizer, train_bpe
@@ -144,6 +144,19 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path, content):
         read_tokenizer(tmp_path / "t.json")
     with pytest.raises(UserError, match=tmp_path.name):
         read_tokenizer(tmp_path)
+
+
+def test_tokens_before_a_text_are_those_of_the_post_processor():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    assert JsonTokenizer(tokenizer.to_str()).start == ()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    found = JsonTokenizer(tokenizer.to_str())
+    assert found.start == (2,)
+    assert found.encode("a").tolist() == [1]
+    assert ByteTokenizer().start == ()
 
 
 def test_ids_without_a_token():

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ldm_jax.data import ByteTokenizer
 from ldm_jax.errors import UserError
-from ldm_jax.infer import evaluate_text
+from ldm_jax.infer import Sampling, evaluate_text
 from ldm_jax.infer.scoring import cut_windows, score_continuations
 from scored_model import CONTEXT, by_hand, make_model
 
@@ -68,3 +69,17 @@ def test_a_text_counts_whole(model, rng):
     assert 0 < found.standard_error < found.loss
     with pytest.raises(UserError, match="empty"):
         evaluate_text(model, [""], 4)
+
+
+def test_the_tokenizers_start_precedes_a_text_until_the_model_is_trained(model):
+    class Tokenizer(ByteTokenizer):
+        start = (7,)
+
+    imported = dataclasses.replace(model, tokenizer=Tokenizer())
+    assert evaluate_text(imported, ["abc"], 1).loss == pytest.approx(-by_hand(model, [7], b"abc")[0] / 3, rel=1e-5)
+    trained = dataclasses.replace(imported, corpus="books")
+    assert evaluate_text(trained, ["abc"], 1).loss == pytest.approx(-by_hand(model, [0], b"abc")[0] / 3, rel=1e-5)
+    greedy = Sampling(temperature=0.0)
+    (text,) = imported.generate(["b"], 1, sampling=greedy)
+    likeliest = int(np.argmax(model.logits(np.array([[7, 98]]))[0, -1]))
+    assert text == bytes([likeliest]).decode(errors="replace")
