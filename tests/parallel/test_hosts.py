@@ -65,7 +65,10 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("across", [ACROSS_TENSOR, ACROSS_FSDP], ids=["tensor", "fsdp"])
+@pytest.mark.parametrize(
+    "across",
+    [pytest.param(ACROSS_TENSOR, id="tensor"), pytest.param(ACROSS_FSDP, id="fsdp", marks=pytest.mark.exhaustive)],
+)
 def test_runs_resume_on_another_number_of_processes(tmp_path, across):
     config = write_config(tmp_path, steps=6, batch_size=8, accumulation=2)
     devices, *flags = across
@@ -91,7 +94,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_process_ends_the_other_and_both_resume(tmp_path, finished, victim):
     config, whole = finished
     devices, *flags = ACROSS_TENSOR
@@ -126,7 +129,7 @@ def test_a_frozen_host_ends_the_job(tmp_path, finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_one_host_stops_all_after_the_same_step(tmp_path, finished, number):
     config, whole = finished
     devices, *flags = ACROSS_TENSOR

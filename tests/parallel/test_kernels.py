@@ -24,6 +24,7 @@ def test_kernels_match_plain_jax_on_one_device():
     ])  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kernels_on_every_mesh_that_divides_them():
     # Four rows, four query heads, two key-value heads, two groups.

@@ -26,6 +26,7 @@ def test_loss_and_gradient_with_and_without_data_and_scan():
     check_cases([Case(mesh=(2, 2, 1, 2)), Case(mesh=(1, 2, 4, 1), scan=False, type="float32")])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_loss_and_gradient_over_every_mesh_of_eight():
     check_cases([Case(mesh=sizes, type="float32") for sizes in ALL_MESHES])

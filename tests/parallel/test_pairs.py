@@ -13,6 +13,7 @@ def test_every_pair_of_choices_is_in_a_case():
         assert {getattr(case, name) for case in cases} == set(choices)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_loss_and_gradient_of_every_pair_of_choices(part):
