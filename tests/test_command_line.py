@@ -76,26 +76,22 @@ def test_other_errors_keep_their_traceback(monkeypatch):
         run_script(fail_with(RuntimeError("a bug")))
 
 
-def test_compare_and_retrieval(tmp_path):
+def test_compare_and_retrieval(tmp_path, script_here):
     kept = ROOT / "configs" / "compare" / "results" / "methods"
     for name in ("runs.csv", "costs.json"):
         (tmp_path / name).write_bytes((kept / name).read_bytes())
 
-    def script(*arguments):
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    result = script("scripts/compare.py", "report", tmp_path, "--out", tmp_path)
+    result = script_here("compare", "report", tmp_path, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert (kept / "results.md").read_text() in result.stdout
     assert (tmp_path / "results.csv").read_text() == (kept / "results.csv").read_text()
     # The kept rows are all that the configs need, so nothing is trained.
     configs = sorted(ROOT.glob("configs/compare/*.toml"))
-    result = script("scripts/compare.py", *configs, "--out", tmp_path, "--learning-rates", 1e-3, 2e-3, 4e-3)
+    result = script_here("compare", *configs, "--out", tmp_path, "--learning-rates", 1e-3, 2e-3, 4e-3)
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "runs").exists()
     out = tmp_path / "retrieval.png"
-    result = script("scripts/retrieval.py", "--layers", 4, "--trials", 2, "--correlations", 0, "--out", out)
+    result = script_here("retrieval", "--layers", 4, "--trials", 2, "--correlations", 0, "--out", out)
     assert result.returncode == 0, result.stderr
     assert out.exists()
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -46,24 +45,6 @@ def script(name, *arguments, **environment):
     )
 
 
-@pytest.fixture
-def refused(capsys, monkeypatch, unchecked_annotations):
-    """Runs a script in this process, where it starts faster, up to its error; returns status and output."""
-
-    def run(name, *arguments):
-        file = ROOT / "scripts" / f"{name}.py"
-        monkeypatch.setattr(sys, "argv", [str(file), *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as exit:
-            runpy.run_path(str(file), run_name="__main__")
-        said, code = capsys.readouterr(), exit.value.code
-        if isinstance(code, str):  # the interpreter would print it
-            return subprocess.CompletedProcess([], 1, said.out, f"{said.err}{code}\n")
-        return subprocess.CompletedProcess([], code, said.out, said.err)
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with a corpus, a config and a run."""
@@ -84,8 +65,8 @@ def test_compiled_programs_are_kept(home):
     assert any((home / "cache" / "ldm_jax" / "xla").iterdir())
 
 
-def test_evaluate_tells_what_the_memory_is_worth(home):
-    result = script("evaluate", f"{home / 'run'}@2")
+def test_evaluate_tells_what_the_memory_is_worth(home, script_here):
+    result = script_here("evaluate", f"{home / 'run'}@2")
     assert result.returncode == 0, result.stderr
     assert "step 2: " in result.stdout
     assert "validation loss: " in result.stdout
@@ -93,14 +74,12 @@ def test_evaluate_tells_what_the_memory_is_worth(home):
     assert re.search(r"the memory's reads are worth -?\d\.\d{4} \+- \d\.\d{4} nats per token", result.stdout)
 
 
-def test_evaluate_takes_a_text_shorter_than_a_window(home, tmp_path, monkeypatch, capsys):
+def test_evaluate_takes_a_text_shorter_than_a_window(home, script_here, tmp_path):
     text, file = tmp_path / "short.txt", tmp_path / "losses.json"
     text.write_text("short")
-    flags = [str(home / "run"), "--text", str(text), "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags])
-    runpy.run_path(str(ROOT / "scripts" / "evaluate.py"), run_name="__main__")
+    result = script_here("evaluate", home / "run", "--text", text, "--json", file)
     figures = json.loads(file.read_text())["losses"][str(text)]
-    assert f"loss: {figures['loss']:.4f} +- " in capsys.readouterr().out
+    assert f"loss: {figures['loss']:.4f} +- " in result.stdout
     assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2))
 
 
@@ -116,21 +95,21 @@ def test_text_is_prepared_and_trained_on(home):
     assert "bytes a token" in result.stdout
 
 
-def test_preparing_nothing_is_one_sentence(refused, tmp_path):
-    result = refused("prepare_data", "--out", tmp_path / "other")
+def test_preparing_nothing_is_one_sentence(script_here, tmp_path):
+    result = script_here("prepare_data", "--out", tmp_path / "other")
     assert result.returncode == 1
     assert result.stderr == "error: give either files or a dataset.\n"
 
 
-def test_sample_goes_on_from_the_prompt(home):
-    result = script("sample", home / "run", "--prompt", "3 times ", "--tokens", 20)
+def test_sample_goes_on_from_the_prompt(home, script_here):
+    result = script_here("sample", home / "run", "--prompt", "3 times ", "--tokens", 20)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("3 times ")
     assert len(result.stdout.encode(errors="replace")) >= 20
 
 
-def test_help_shows_every_field(refused):
-    result = refused("train", "--help")
+def test_help_shows_every_field(script_here):
+    result = script_here("train", "--help")
     assert result.returncode == 0
     for words in (
         "--model.depth INT", "--mixer.kind {preln,ldm,attnres", "--mixer.ldm.forgetting-floor", "--log.every",
@@ -156,16 +135,16 @@ def test_help_shows_every_field(refused):
         (["{home}/tiny.toml", "--model.scan", "no"], "invalid choice 'no'"),
     ],
 )
-def test_wrong_input_is_one_sentence(home, refused, arguments, words):
-    result = refused("train", *(argument.format(home=home) for argument in arguments))
+def test_wrong_input_is_one_sentence(home, script_here, arguments, words):
+    result = script_here("train", *(argument.format(home=home) for argument in arguments))
     assert result.returncode != 0
     assert words in " ".join((result.stdout + result.stderr).split())
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(("name", "flags"), [("sample", ()), ("evaluate", ()), ("export_hf", ("--out", "new"))])
-def test_no_run_is_one_sentence(refused, tmp_path, name, flags):
-    result = refused(name, tmp_path / "nothing", *flags)
+def test_no_run_is_one_sentence(script_here, tmp_path, name, flags):
+    result = script_here(name, tmp_path / "nothing", *flags)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert "holds no run" in result.stderr
@@ -187,16 +166,16 @@ def test_sample_of_bytes_that_are_no_text_in_a_terminal_that_knows_ascii(home):
         ("evaluate", "--limit=3", "without --tasks"),
     ],
 )
-def test_inadmissible_numbers_are_one_sentence(home, refused, name, flag, words):
-    result = refused(name, home / "run", flag)
+def test_inadmissible_numbers_are_one_sentence(home, script_here, name, flag, words):
+    result = script_here(name, home / "run", flag)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert words in result.stderr
 
 
-def test_underscores_and_lower_case_booleans_in_flags(home):
+def test_underscores_and_lower_case_booleans_in_flags(home, script_here):
     flags = ["--log.every", "2", "--model.scan", "true"]
-    result = script("train", home / "tiny.toml", *flags, "--run", home / "run")
+    result = script_here("train", home / "tiny.toml", *flags, "--run", home / "run")
     assert result.returncode == 0, result.stderr
     assert "log.every was 10 and is now 2" in result.stdout
 
