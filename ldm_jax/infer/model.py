@@ -47,12 +47,39 @@ class Model:
         return () if self.corpus else self.tokenizer.start
 
     def logits(self, tokens: Integer[AnyArray, "B T"]) -> Logits:
-        """The logits of the next token at every position, `[B, T, S]`, float32. Compiled for every shape `[B, T]`."""
-        return _logits(self.graph)(self.params, jnp.asarray(tokens))
+        """The logits of the next token at every position, `[B, T, S]`, float32. Compiled for every shape `[B, T]`.
+
+        Raises:
+            ValueError: the tokens are not integers `[B, T]` of the vocabulary, or there is none.
+        """
+        return _logits(self.graph)(self.params, self._checked(tokens, least=1))
 
     def loss(self, tokens: Integer[AnyArray, "B T"]) -> Scalar:
-        """The mean cross-entropy of every token `[B, T]` but the first, in nats, float32."""
-        return _loss(self.graph)(self.params, jnp.asarray(tokens))
+        """The mean cross-entropy of every token `[B, T]` but the first, in nats, float32.
+
+        Raises:
+            ValueError: as `logits`, or a row has only one token.
+        """
+        return _loss(self.graph)(self.params, self._checked(tokens, least=2))
+
+    def _checked(self, tokens: Integer[AnyArray, "B T"], least: int) -> Array:
+        """The tokens, of which every row has at least so many. Those of a traced array are not checked."""
+        tokens, vocabulary = jnp.asarray(tokens), self.config.model.vocabulary
+        if (
+            tokens.ndim != 2
+            or len(tokens) < 1
+            or tokens.shape[1] < least
+            or not jnp.issubdtype(tokens.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"the tokens are {tokens.dtype} of shape {tokens.shape}, but they must be integers of shape [B, T], "
+                f"with T at least {least}."
+            )
+        if not isinstance(tokens, jax.core.Tracer):
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < vocabulary:  # which JAX would clip, or make NaN
+                    raise ValueError(f"the tokens have {token}, but tokens must lie in [0, {vocabulary}).")
+        return tokens
 
     def generate(
         self,
@@ -77,8 +104,9 @@ class Model:
         Raises:
             UserError, ValueError: as `complete`.
         """
+        window = self.config.data.context if context is None else context
         pieces = complete(
-            self.graph, self.params, self.tokenizer, prompts, context or self.config.data.context, count,
+            self.graph, self.params, self.tokenizer, prompts, window, count,
             sampling=sampling, seed=seed, stop=stop, start=self.start,
         )  # fmt: skip
         return [b"".join(parts).decode(errors="replace") for parts in zip(*pieces, strict=True)]

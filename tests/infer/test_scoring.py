@@ -83,3 +83,17 @@ def test_the_tokenizers_start_precedes_a_text_until_the_model_is_trained(model):
     (text,) = imported.generate(["b"], 1, sampling=greedy)
     likeliest = int(np.argmax(model.logits(np.array([[7, 98]]))[0, -1]))
     assert text == bytes([likeliest]).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ([[1, 256]], r"256.*\[0, 256\)"),
+        ([[1, -1]], "-1"),
+        (np.zeros((0, 2), np.int32), r"shape \(0, 2\)"),
+        ([[1]], r"shape \(1, 1\)"),
+    ],
+)
+def test_tokens_that_have_no_loss_are_refused(model, tokens, match):
+    with pytest.raises(ValueError, match=match):
+        model.loss(np.asarray(tokens))
