@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from ldm_jax.errors import UserError
 from ldm_jax.infer.sampling import Sampling, SamplingValues, draw
 from ldm_jax.nn import Transformer
 from ldm_jax.nn.cache import Cache, init_cache
@@ -60,6 +61,7 @@ def generate(
     Raises:
         ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, no token may be drawn, or
             the seed, context or chunk is out of range.
+        UserError: at a token, the logits are NaN.
     """
     state = read_prompts(graph, params, prompts, context, ids=ids, seed=seed, chunk=chunk)
     return _tokens(graph, params, state, (sampling or Sampling()).values)
@@ -71,7 +73,9 @@ def _tokens(
     next_token = token_step(graph)
     while True:
         tokens, state = next_token(params, state, sampling)
-        yield np.asarray(tokens)
+        if (drawn := np.asarray(tokens)).min() < 0:
+            raise UserError("the logits of the model are not numbers (NaN): give another checkpoint.")
+        yield drawn
 
 
 def read_prompts(

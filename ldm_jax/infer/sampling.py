@@ -104,10 +104,11 @@ def draw(
     allowed: Bool[Array, "1 S"],
     keys: Array,
 ) -> Int[Array, " B"]:
-    """Samples one of the allowed tokens per sequence, each with its own random key."""
+    """Samples one of the allowed tokens per sequence, each with its own random key; -1 if a logit is NaN."""
     logits = filtered_logits(sampling, jnp.where(allowed, logits, -jnp.inf), seen)
-    return jax.lax.cond(
+    tokens = jax.lax.cond(
         sampling.temperature > 0,
         lambda: jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32),
         lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
     )
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens)

@@ -89,6 +89,13 @@ def test_ids_without_a_token_are_not_drawn(take):
     assert {token for row in drawn for token in row} == {7, 200}
 
 
+def test_logits_that_are_not_numbers_are_refused(params):
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    for sampling in (Sampling(), GREEDY):
+        with pytest.raises(UserError, match="NaN"):
+            next(generate(GRAPH, broken, PROMPTS, 16, sampling=sampling))
+
+
 def test_generation_continues_past_the_context(take):
     assert [len(tokens) for tokens in take(40, sampling=GREEDY)] == [40, 40, 40]
 
