@@ -234,14 +234,14 @@ class Checkpoints:
         Raises:
             UserError: as `restore_latest`; there is no checkpoint of this step, or it is corrupt.
         """
-        if step is not None and step not in (steps := self._manager.all_steps()):
-            kept = ", ".join(map(str, sorted(steps))) or "none"
-            raise UserError(f"{self.directory} has no checkpoint of step {step}: the steps kept are {kept}.")
         return self._first_intact(lambda step: self._restore_params(step, like), step)
 
     def _first_intact(self, restore: Callable[[int], T], only: int | None = None) -> tuple[T, list[str]] | None:
-        warnings: list[str] = []
-        for step in sorted(self._manager.all_steps() if only is None else [only], reverse=True):
+        warnings, steps = list[str](), sorted(self._manager.all_steps())
+        if only is not None and only not in steps:
+            kept = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"{self.directory} has no checkpoint of step {only}: the steps kept are {kept}.")
+        for step in reversed(steps if only is None else [only]):
             restored, why = None, None
             try:
                 restored = restore(step)

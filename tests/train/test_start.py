@@ -1,5 +1,6 @@
 """Starting from another run: growing a memory, a frozen backbone, and what does not fit."""
 
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -18,6 +19,8 @@ from ldm_jax.memory import Backward
 from ldm_jax.mixers import LDMConfig, MixerConfig, MixerKind, Write
 from ldm_jax.nn import model_graph, split_mixer
 from ldm_jax.runs.changes import find_changes
+from ldm_jax.runs.checkpoints import Checkpoints
+from ldm_jax.runs.run_directory import param_shapes
 from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.start import start
 from ldm_jax.train.step import state_shapes
@@ -140,6 +143,10 @@ def test_the_checkpoint_of_a_step(finished, tmp_path):
     (named / "checkpoints" / "6").rename(named / "checkpoints" / "8")
     with pytest.raises(UserError, match="it holds the state of step 6"):
         load_model(Path(f"{named}@8"))
+    with contextlib.closing(Checkpoints(named / "checkpoints", keep=1)) as checkpoints:
+        shutil.rmtree(named / "checkpoints" / "4")  # as by a process that trains the run
+        with pytest.raises(UserError, match=r"no checkpoint of step 4: the steps kept are 8\."):
+            checkpoints.restore_params(param_shapes(earlier.config.model, earlier.config.mixer), 4)
 
 
 def test_the_origin_of_a_run_does_not_change():
