@@ -112,9 +112,10 @@ def _parse(table: dict[str, Any], context: int | None) -> HFConfig:
         not (llama and read_key(table, "mlp_bias", bool)), "mlp_bias is true, but biases in the MLP are not supported."
     )
     longest = read_key(table, "max_position_embeddings", int)
-    if context is not None:
-        check(1 <= context <= longest, f"the context is {context}, but max_position_embeddings is {longest}.")
     window = longest if context is None else context
+    check(
+        1 <= window <= longest, f"the context is {window}, but it must lie in [1, {longest}] (max_position_embeddings)."
+    )
     _check_attention(table, architecture, window)
     if architecture is Architecture.QWEN2:
         bias = AttentionBias.QKV

@@ -121,6 +121,9 @@ class Weights:
                 self.metadata |= file.metadata() or {}
                 for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
                     tensor = file.get_slice(name)
+                    if name in self._shards:
+                        both = f"{self._shards[name]} and {shard}"
+                        raise UserError(f"{name} is in two files of {directory}, {both}: download it again.")
                     self._shards[name] = shard
                     self._shapes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
 
@@ -149,20 +152,20 @@ class Weights:
     def check(self, layout: Layout) -> None:
         """Raises UserError unless the tensors are those of the model, in types that can be read."""
         expected = {name: tensor.shape for tensor in layout.tensors.values() for name in tensor.names}
-        unused = [name for name in self._shapes if name not in expected and not name.endswith(".rotary_emb.inv_freq")]
-        tied = _OUTSIDE[("head", "kernel")]
-        if tied in unused and self._is_tied():
-            unused.remove(tied)
         if missing := [name for name in expected if name not in self._shapes]:
             raise UserError(f"{self._directory} lacks {_listed(missing)}, which its config.json implies.")
-        if unused:
-            raise UserError(f"{self._directory} has {_listed(unused)}, which its config.json does not imply.")
         for name, shape in expected.items():
             found, kind = self._shapes[name]
             if kind not in _TYPES:
                 raise UserError(f"{name} in {self._directory} is {kind}, but it must be one of {', '.join(_TYPES)}.")
             if found != shape:
                 raise UserError(f"{name} in {self._directory} has the shape {found}, but config.json implies {shape}.")
+        unused = [name for name in self._shapes if name not in expected and not name.endswith(".rotary_emb.inv_freq")]
+        tied = _OUTSIDE[("head", "kernel")]
+        if tied in unused and self._is_tied():
+            unused.remove(tied)
+        if unused:
+            raise UserError(f"{self._directory} has {_listed(unused)}, which its config.json does not imply.")
 
     def _is_tied(self) -> bool:
         """Whether the checkpoint also stores the head of a tied model, with the entries of the embedding."""
@@ -295,8 +298,11 @@ def exact_type(params: Params, layout: Layout) -> str:
         )
 
     def holds(kind: str) -> bool:
-        with np.errstate(over="ignore"):
-            return all(np.array_equal(each.astype(kind).astype(np.float32), each) for each in tensors())
+        with np.errstate(over="ignore", invalid="ignore"):
+            return all(
+                np.array_equal(each.astype(kind).astype(np.float32).view(np.uint32), each.view(np.uint32))
+                for each in tensors()
+            )
 
     return next((kind for kind in ("bfloat16", "float16") if holds(kind)), "float32")
 

@@ -16,6 +16,7 @@ from ldm_jax.config import AttentionBias, AttentionImplementation, Config, DataC
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.convert import Format, StoredType, export, import_hf
 from ldm_jax.convert.hf_config import write_hf_config
+from ldm_jax.convert.weights import exact_type, own_layout
 from ldm_jax.data import ByteTokenizer, load_data, read_tokenizer, tokenizer_files
 from ldm_jax.errors import UserError
 from ldm_jax.infer import load_model
@@ -148,6 +149,17 @@ def test_a_model_with_a_memory_is_exported_whole(runs, exported, tmp_path):
         export(runs["ldm"], exported)
     export(exported, tmp_path / "again")
     assert tensors_of(tmp_path / "again") == tensors_of(exported)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(-0.0, "bfloat16"), (np.inf, "bfloat16"), (np.nan, "bfloat16"), (0.1, "float32")]
+)
+def test_the_smallest_type_holds_all_bits(value, kind):
+    layout = own_layout(MODEL, PRELN)
+    shapes = jax.eval_shape(lambda: init_params(MODEL, PRELN, 0))
+    assert exact_type(jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes), layout) == kind
+    signalling = np.uint32(0x7F800001).view(np.float32)  # conversions change these bits
+    assert exact_type(jax.tree.map(lambda leaf: np.full(leaf.shape, signalling), shapes), layout) == "float32"
 
 
 @pytest.mark.parametrize("format", Format)

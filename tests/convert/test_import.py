@@ -167,6 +167,7 @@ REFUSED = {
     "odd heads": ("qwen3_head_dim", {"head_dim": 7}, "head_dim is 7"),
     "left over": ("llama_tied_gqa", {"num_hidden_layers": 2}, r"model.layers.2.*more"),
     "missing": ("llama_tied_gqa", {"tie_word_embeddings": False}, "lm_head.weight"),
+    "no context": ("llama_tied_gqa", {"max_position_embeddings": 0}, "max_position_embeddings"),
     "biases": ("llama_tied_gqa", {"attention_bias": True}, "o_proj.bias|q_proj.bias|k_proj.bias"),
 }
 
@@ -187,6 +188,12 @@ def test_damaged_and_other_weights_are_refused(tmp_path):
     source, out = tmp_path / "source", tmp_path / "run"
     shutil.copytree(CASES / "mistral_sharded", source)
     shard = source / "model-00003-of-00007.safetensors"
+    tensors, other = load_file(shard), source / "model-00001-of-00007.safetensors"
+    twice = next(iter(tensors))
+    save_file(load_file(other) | {twice: tensors[twice] + 1}, other)
+    with pytest.raises(UserError, match=f"{twice} is in two files"):
+        import_hf(source, out)
+    shutil.copy(CASES / "mistral_sharded" / other.name, other)
     shard.write_bytes(shard.read_bytes()[:-8])
     with pytest.raises(UserError, match=shard.name):
         import_hf(source, out)
@@ -204,6 +211,10 @@ def test_damaged_and_other_weights_are_refused(tmp_path):
         import_hf(source, out)
     # A tied model may store its head, and old checkpoints store the rotary frequencies.
     embedding, old = tensors["model.embed_tokens.weight"], "model.layers.0.self_attn.rotary_emb.inv_freq"
+    eighth = {"model.embed_tokens.weight": embedding.astype(np.int8), "lm_head.weight": embedding.astype(np.int8)}
+    save_file(tensors | eighth, source / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight.*I8"):
+        import_hf(source, out)
     save_file(tensors | {"lm_head.weight": embedding + 1}, source / "model.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         import_hf(source, out)
