@@ -41,7 +41,7 @@ class Evaluation(NamedTuple):
 
     def __str__(self) -> str:
         """Loss, perplexity and bits per byte, with standard errors."""
-        relative = self.standard_error / self.loss
+        relative = self.standard_error / self.loss if self.loss else 0.0
         return (
             f"{self.loss:.4f} +- {self.standard_error:.4f} nats per token, perplexity {self.perplexity:.2f} +- "
             f"{self.perplexity * self.standard_error:.2f}, {self.bits_per_byte:.4f} +- "
