@@ -51,23 +51,29 @@ def run_benchmarks(
         task_path: a directory of YAML files of tasks, besides those of lm-eval.
 
     Raises:
-        UserError: lm-eval is missing, or a task is unknown or cannot be loaded.
+        UserError: lm-eval is missing, a task is unknown or cannot be loaded or has fewer examples than `fewshot`, or
+            the model's logits are NaN.
     """
     require_lm_eval()
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval would fork, and JAX's threads do not survive that
     manager, loaded = _load_tasks(tasks, task_path)
-    results = simple_evaluate(
-        language_model(model, batch_size),
-        tasks=loaded,
-        task_manager=manager,
-        num_fewshot=fewshot,
-        batch_size=batch_size,
-        limit=limit,
-        bootstrap_iters=BOOTSTRAP_SAMPLES,
-        log_samples=False,
-    )
+    try:
+        results = simple_evaluate(
+            language_model(model, batch_size),
+            tasks=loaded,
+            task_manager=manager,
+            num_fewshot=fewshot,
+            batch_size=batch_size,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_SAMPLES,
+            log_samples=False,
+        )
+    except ValueError as error:
+        if fewshot is None or "larger than population" not in str(error):
+            raise
+        raise UserError(f"fewshot is {fewshot}, but a task has fewer examples: give a smaller number.") from error
     return dict(results)
 
 
@@ -79,10 +85,11 @@ def benchmark_table(results: Mapping[str, Any]) -> str:
 
 
 def benchmark_json(results: Mapping[str, Any]) -> Any:
-    """The results as JSON values."""
+    """The results as JSON values; numbers that are not finite, which JSON does not have, as None."""
     from lm_eval.utils import handle_non_serializable  # pyright: ignore[reportMissingImports]
 
-    return json.loads(json.dumps(results, default=handle_non_serializable))
+    text = json.dumps(results, default=handle_non_serializable)
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def language_model(model: Model, batch_size: int = 8) -> Any:

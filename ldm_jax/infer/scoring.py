@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from rich.console import Console
 from rich.progress import track
 
+from ldm_jax.errors import UserError
 from ldm_jax.infer.model import Model
 from ldm_jax.nn import Transformer
 
@@ -54,6 +55,9 @@ def score_windows(model: Model, windows: Sequence[Window], batch_size: int) -> l
     """The scores of the windows, in float32. Except for rounding, they do not depend on the batch size.
 
     Windows are padded to few lengths, so that few programs are compiled.
+
+    Raises:
+        UserError: a score is NaN.
     """
     by_length: defaultdict[int, list[int]] = defaultdict(list)
     for index, window in enumerate(windows):
@@ -74,6 +78,8 @@ def score_windows(model: Model, windows: Sequence[Window], batch_size: int) -> l
             end = len(windows[index].tokens) - 1
             scored = slice(end - windows[index].scored, end)
             scores[index] = Scores(logs[row, scored], greedy[row, scored])
+            if np.isnan(scores[index].log_likelihoods).any():  # with which lm-eval counts a first choice as right
+                raise UserError("the logits of the model are not numbers (NaN): give another checkpoint.")
     return [scores[index] for index in range(len(windows))]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,10 @@ def test_tasks_of_a_directory(tasks, model):
     results = run_benchmarks(uniform, names, batch_size=4, task_path=tasks, limit=4)
     assert results["results"]["local_rolling"]["bits_per_byte,none"] == pytest.approx(8, rel=1e-6)
     assert "local_choice" in benchmark_table(results)
-    assert json.dumps(benchmark_json(results))
+    assert json.dumps(benchmark_json(results), allow_nan=False)
+    assert benchmark_json({"loss": math.inf, "error": math.nan}) == {"loss": None, "error": None}
+    with pytest.raises(UserError, match="fewshot is 9"):
+        run_benchmarks(uniform, ["local_choice"], task_path=tasks, fewshot=9)
 
 
 def test_log_likelihoods_are_those_of_the_logits(model, rng):

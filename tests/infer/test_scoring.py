@@ -97,3 +97,9 @@ def test_the_tokenizers_start_precedes_a_text_until_the_model_is_trained(model):
 def test_tokens_that_have_no_loss_are_refused(model, tokens, match):
     with pytest.raises(ValueError, match=match):
         model.loss(np.asarray(tokens))
+
+
+def test_scores_that_are_not_numbers_are_refused(model):
+    broken = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params))
+    with pytest.raises(UserError, match="NaN"):
+        score_continuations(broken, [([1], [2])], 4)
