@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Integer
 
@@ -75,7 +76,7 @@ class Model:
                 f"the tokens are {tokens.dtype} of shape {tokens.shape}, but they must be integers of shape [B, T], "
                 f"with T at least {least}."
             )
-        if not isinstance(tokens, jax.core.Tracer):
+        if not isinstance(tokens, Tracer):
             for token in (int(tokens.min()), int(tokens.max())):
                 if not 0 <= token < vocabulary:  # which JAX would clip, or make NaN
                     raise ValueError(f"the tokens have {token}, but tokens must lie in [0, {vocabulary}).")
