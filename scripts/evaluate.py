@@ -34,7 +34,8 @@ class Arguments:
     the scores in benchmarks."""
 
     run: tyro.conf.Positional[Path]
-    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step."""
+    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step. Or that of an exported model or a
+    Hugging Face checkpoint."""
     text: tuple[str, ...] = ()
     """Files, or patterns of files, of any length, evaluated one by one. All of their text counts."""
     data: tuple[str, ...] = ()
@@ -82,7 +83,10 @@ def main() -> None:
         text = load_validation_text(path, run.config.data, run.tokenizer)
         results[path] = _evaluate_windows(run, text, f"tokens of {path}", arguments)
     if not (arguments.text or arguments.data or arguments.tasks):
-        data = load_data(run.config.data, run.config.model.vocabulary)
+        try:
+            data = load_data(run.config.data, run.config.model.vocabulary)
+        except UserError as error:
+            raise UserError(f"{error} Or give other text: --text, --data or --tasks.") from error
         if data.tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise UserError("the run was trained with another tokenizer than that of its data now: restore the corpus.")
         if data.fingerprint != run.corpus:

@@ -15,7 +15,8 @@ class Arguments:
     """Writes the model of a run as a checkpoint of transformers (preln), or as one that only ldm_jax reads."""
 
     run: tyro.conf.Positional[Path]
-    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step."""
+    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step. Or that of an exported model or a
+    Hugging Face checkpoint."""
     out: Path
     """The new directory."""
     format: Format | None = None

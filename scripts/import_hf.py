@@ -16,7 +16,8 @@ class Arguments:
     """Writes the model of a Hugging Face checkpoint (Llama, Mistral, Qwen2 or Qwen3) as a run at step 0."""
 
     source: tyro.conf.Positional[Path]
-    """Directory with config.json, model.safetensors or its shards, and tokenizer.json where there is one."""
+    """Local directory with config.json, model.safetensors or its shards, and tokenizer.json where there is one; such as
+    hf download NAME --local-dir DIR makes."""
     out: Path
     """Directory of the run."""
     tokenizer: Path | None = None

@@ -19,7 +19,8 @@ class Arguments:
     """Prints prompts and their continuations by a trained model. A single one is printed as it is generated."""
 
     run: tyro.conf.Positional[Path]
-    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step."""
+    """Directory of the run, for its last checkpoint; RUN@STEP for that of a step. Or that of an exported model or a
+    Hugging Face checkpoint."""
     prompt: tuple[str, ...] = ()
     """Prompts, which are computed as one batch. An empty one is the start of a document. Without any prompt or file,
     it is "def "."""

@@ -15,7 +15,7 @@ from ldm_jax.config.toml import config_to_table, config_to_toml, parse_config, t
 from ldm_jax.convert.hf_config import CONFIG_FILE, read_key, read_table, write_hf_config
 from ldm_jax.convert.hf_import import read_hf
 from ldm_jax.convert.weights import Weights, exact_type, hf_layout, load_params, own_layout, save_params
-from ldm_jax.data import load_tokenizer, tokenizer_files
+from ldm_jax.data import load_tokenizer, tokenizer_files, tokenizer_from_files
 from ldm_jax.data.tokenizer import DESCRIPTION_FILE, TOKENIZER_FILE
 from ldm_jax.errors import UserError
 from ldm_jax.files import new_directory, require_absent
@@ -88,11 +88,12 @@ def export(
         )
     files, params, untied = saved.progress.tokenizer, saved.params, False
     description = json.loads(files[DESCRIPTION_FILE]) if files else {}
+    start = next(iter(tokenizer_from_files(files).start), None) if files else None
     config = parse_config(saved.progress.config, f"the config of step {saved.step} in {run.path}")
     if preln and format is not Format.LDM_JAX:
         untied = model.scale_embedding and model.tied
         model, params = _with_scaled_embedding(model, params)
-        table = write_hf_config(model, config.data.context, description.get("end_of_document"))
+        table = write_hf_config(model, config.data.context, start, description.get("end_of_document"))
         layout = hf_layout(model)
     else:
         table = {
@@ -108,9 +109,11 @@ def export(
     dtype = dtype or StoredType(exact_type(params, layout))
     texts = files | {CONFIG_FILE: _json(table | {"torch_dtype": dtype.value})}
     if TOKENIZER_FILE in files:
+        names = {added["id"]: added["content"] for added in json.loads(files[TOKENIZER_FILE])["added_tokens"]}
         texts["tokenizer_config.json"] = _json(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
+                **({} if start is None else {"bos_token": names[start]}),
                 "eos_token": description["end_of_document_token"],
                 "model_max_length": config.data.context,
                 "clean_up_tokenization_spaces": False,
@@ -163,7 +166,9 @@ def read_model(path: Path, mesh: Mesh | None = None) -> SavedRun:
     if table.get("model_type") != MODEL_TYPE:
         config, weights, layout, files = read_hf(path)
         progress = Progress(0, 0.0, "", config_to_toml(config), files)
-        return SavedRun(path, config, SavedParams(0, load_params(weights, layout, mesh), False, progress))
+        step = weights.metadata.get("step", "0")  # in exports of this library
+        step = int(step) if step.isdecimal() else 0
+        return SavedRun(path, config, SavedParams(step, load_params(weights, layout, mesh), False, progress))
     try:
         step, averaged = read_key(table, "step", int), read_key(table, "averaged", bool)
         corpus, fingerprint = read_key(table, "corpus", str), read_key(table, "tokenizer", str)

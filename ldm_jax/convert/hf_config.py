@@ -92,7 +92,10 @@ def read_table(directory: Path) -> dict[str, Any]:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{directory} holds no Hugging Face checkpoint: it has no {CONFIG_FILE}.") from None
+        raise UserError(
+            f"{directory} holds no Hugging Face checkpoint: there is no {file}. Give a local directory, such as hf "
+            "download NAME --local-dir DIR makes."
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from error
     if not isinstance(table, dict):
@@ -123,8 +126,14 @@ def _parse(table: dict[str, Any], context: int | None) -> HFConfig:
         biased = architecture is not Architecture.MISTRAL and read_key(table, "attention_bias", bool)
         bias = AttentionBias.ALL if biased else None
     theta, scaling = _rope(table)
+    fields = {option: read_key(table, name, kind) for option, (name, kind) in _FIELDS.items()}
+    # The defaults, so that equal models have equal options.
+    if fields["kv_heads"] == fields["heads"]:
+        fields["kv_heads"] = None
+    if fields["head_dim"] is not None and fields["head_dim"] * fields["heads"] == fields["width"]:
+        fields["head_dim"] = None
     model = ModelConfig(
-        **{option: read_key(table, name, kind) for option, (name, kind) in _FIELDS.items()},
+        **fields,
         qk_norm=architecture is Architecture.QWEN3,
         attention_bias=bias,
         rope_base=theta,
@@ -136,7 +145,7 @@ def _parse(table: dict[str, Any], context: int | None) -> HFConfig:
     return HFConfig(architecture, model, window, next((end for end in ends if type(end) is int), None))
 
 
-def write_hf_config(model: ModelConfig, context: int, end_of_document: int | None) -> dict[str, Any]:
+def write_hf_config(model: ModelConfig, context: int, start: int | None, end_of_document: int | None) -> dict[str, Any]:
     """The `config.json`, in the spelling of transformers 4, which 5 also reads, of a model without `scale_embedding`.
 
     Raises:
@@ -169,7 +178,7 @@ def write_hf_config(model: ModelConfig, context: int, end_of_document: int | Non
         "rope_theta": model.rope_base,
         "rope_scaling": rope,
         "max_position_embeddings": context,
-        "bos_token_id": None,  # else transformers assumes 1, and 2 for the other
+        "bos_token_id": start,  # if it is absent, transformers assumes 1, and 2 for the other
         "eos_token_id": end_of_document,
     }
 

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from jax.sharding import AxisType, Mesh
 
-from ldm_jax.config import Config, DataConfig
+from ldm_jax.config import Config, DataConfig, OptimizerConfig
 from ldm_jax.config.toml import config_to_toml
 from ldm_jax.convert.hf_config import read_hf_config
 from ldm_jax.convert.weights import PRELN, Layout, Weights, hf_layout, load_params
@@ -21,6 +21,9 @@ from ldm_jax.runs.checkpoints import Checkpoints, Progress
 from ldm_jax.runs.run_directory import RunDirectory
 from ldm_jax.runs.state import TrainState
 from ldm_jax.sharding import MeshAxis
+
+LEARNING_RATE = 2e-5
+"""Of the config of an imported model: that of a new model would undo its training."""
 
 
 def import_hf(
@@ -80,7 +83,8 @@ def read_hf(
     weights, layout = Weights(source), hf_layout(hf.model)
     weights.check(layout)
     files = _tokenizer_files(source, tokenizer, end_of_document, hf.end_of_document, hf.model.vocabulary)
-    config = Config(hf.model, PRELN, DataConfig(corpora=corpora or (str(source / "corpus"),), context=hf.context))
+    data = DataConfig(corpora=corpora or (str(source / "corpus"),), context=hf.context)
+    config = Config(hf.model, PRELN, data, OptimizerConfig(learning_rate=LEARNING_RATE))
     return HFCheckpoint(config, weights, layout, files)
 
 

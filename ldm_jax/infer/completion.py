@@ -124,6 +124,8 @@ def complete(
     """
     if count < 1:
         raise ValueError(f"the number of tokens is {count}, but it must be at least 1.")
+    if isinstance(prompts, str):
+        raise ValueError("the prompts are one text, but must be a sequence of texts: give [text].")
     if not prompts:
         raise ValueError("there is no prompt: give at least one.")
     if "" in stop:

@@ -239,7 +239,10 @@ def read_run(path: Path, mesh: Mesh | None = None) -> SavedRun:
     every = "" if config is None else f" ({config.train.checkpoint_every})"
     none = f"the run in {path} has no checkpoint yet: the first is saved after train.checkpoint_every{every} steps."
     if not _is_run(path):
-        failure = f"{path} holds no run: give a directory that scripts/train.py has written."
+        failure = (
+            f"{path} holds no run: give a directory that scripts/train.py, import_hf.py or export_hf.py has written, "
+            "or that of a Hugging Face checkpoint."
+        )
     else:
         failure = None if holds_checkpoints(store) else none
     if (failure := first_failure(failure)) is not None:

@@ -63,14 +63,15 @@ def _match(run: Model, config: Config) -> tuple[Params, list[str]]:
     taken = {path: leaf for path, leaf in old.items() if path in new and (same or "mixer" not in path)}
     missing = [path for path in new if path not in taken]
     wrong = [
-        f"{'.'.join(path)} is {_shape(old.get(path))} there, but {_shape(new[path])} in this model"
-        for path in new
-        if (path in taken and taken[path].shape != new[path].shape) or (path in missing and "mixer" not in path)
+        f"{'.'.join(path)} is {_shape(old.get(path))} there, but {_shape(new.get(path))} in this model"
+        for path in dict.fromkeys([*new, *old])
+        if (path in taken and taken[path].shape != new[path].shape)
+        or ("mixer" not in path and (path not in old or path not in new))
     ]
     if wrong:
         raise UserError(
             f"the parameters of the run {run.path} do not fit: {'; '.join(wrong)}. Set the options of [model] and of "
-            "the mixer to those of the run, or give another train.init."
+            "the mixer to those of the run, for example by its own config.toml as CONFIG; or give another train.init."
         )
     count = sum(leaf.size for leaf in taken.values())
     average = ", moving average" if run.averaged else ""

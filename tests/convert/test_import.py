@@ -83,7 +83,7 @@ def test_both_spellings_of_a_config_are_the_same(tmp_path):
     case = CASES / "llama3_rope_bf16"
     shutil.copy(case / "config_as_transformers_4_writes_it.json", tmp_path / "config.json")
     old, new = read_hf_config(tmp_path).model, read_hf_config(case).model
-    assert dataclasses.replace(old, head_dim=8) == new
+    assert old == new
     assert new.rope_scaling == (8, 1, 4, 64)
     assert read_hf_config(case, context=32).context == 32
 
@@ -94,10 +94,12 @@ def test_all_projections_can_have_a_bias():
     assert [attention[name]["bias"].shape[1] for name in ("query", "key", "value", "out")] == [8, 8, 8, 8]
 
 
-def tokenizer_file(directory, name="<|endoftext|>"):
+def tokenizer_file(directory, name="<|endoftext|>", start=False):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: 0, "a": 1, "b": 2}, unk_token="a"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([name])
+    if start:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"{name} $A", None, [(name, 0)])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 

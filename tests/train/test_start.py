@@ -117,6 +117,7 @@ def test_what_does_not_fit_is_refused_by_name(finished, monkeypatch):
     for options, words in (
         ({"width": 32}, r"; embed\.embedding is \[256, 16\] there, but \[256, 32\] in this model;"),
         ({"tied": False}, r"head\.kernel is absent there"),
+        ({"qk_norm": False}, r"query_norm\.scale is \[.*\] there, but absent in this model"),
     ):
         other = dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
         with pytest.raises(UserError, match=words):
