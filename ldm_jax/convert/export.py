@@ -123,6 +123,7 @@ def export(
         "format": "pt",  # which transformers requires
         "version": ldm_jax.__version__,
         "step": str(saved.step),
+        "corpus": saved.progress.corpus,
         "config": saved.progress.config,
     }
     with new_directory(out) as directory:
@@ -165,8 +166,9 @@ def read_model(path: Path, mesh: Mesh | None = None) -> SavedRun:
     table = read_table(path)
     if table.get("model_type") != MODEL_TYPE:
         config, weights, layout, files = read_hf(path)
-        progress = Progress(0, 0.0, "", config_to_toml(config), files)
-        step = weights.metadata.get("step", "0")  # in exports of this library
+        # Step and corpus are in exports of this library.
+        progress = Progress(0, 0.0, weights.metadata.get("corpus", ""), config_to_toml(config), files)
+        step = weights.metadata.get("step", "0")
         step = int(step) if step.isdecimal() else 0
         return SavedRun(path, config, SavedParams(step, load_params(weights, layout, mesh), False, progress))
     try:
