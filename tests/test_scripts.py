@@ -83,9 +83,9 @@ def test_evaluate_takes_a_text_shorter_than_a_window(home, script_here, tmp_path
     assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2))
 
 
-def test_text_is_prepared_and_trained_on(home):
+def test_text_is_prepared_and_trained_on(home, script_here):
     flags = ["--files", home / "*.txt", "--tokenizer", "bpe", "--vocabulary", 300, "--validation-fraction", 0.2]
-    result = script("prepare_data", *flags, "--out", home / "corpus")
+    result = script_here("prepare_data", *flags, "--out", home / "corpus")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "documents to train on" in result.stdout

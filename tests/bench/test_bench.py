@@ -31,6 +31,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "CPU_SIZE", bench.Size(width=64, tokens=32, batch=2))
 
 
+@pytest.mark.slow
 def test_memory_rows(small, tmp_path, capsys):
     rows = list(bench.memory_rows(None, bench.subjects([Backward.REVERSIBLE], [Form.RECURRENT], [4]), (2, 4)))
     print_rows(rows, "a title")
