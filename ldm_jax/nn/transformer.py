@@ -93,7 +93,7 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens S"]:
         """The logits of the next token, at least float32: the head's products are not rounded to the compute type."""
-        return _product(hidden, self.head_matrix())
+        return _logits(hidden, self.head_matrix())
 
     def __call__(self, tokens: Tokens) -> Logits:
         """The logits of the next token at every position, `[B, T, S]`, float32."""
@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
         """The losses of every target, without materialising the logits of all tokens. Segments as in `hidden`."""
         head = self.head_matrix()  # outside of the chunks, so that it is gathered once
         hidden = self.hidden(tokens, segments)
-        return chunked_cross_entropy(hidden, targets, lambda part: _product(part, head), self.config.loss_chunk)
+        return chunked_cross_entropy(hidden, targets, lambda part: _logits(part, head), self.config.loss_chunk)
 
     def loss(self, tokens: Tokens, targets: Tokens) -> Scalar:
         """The mean cross-entropy in nats, float32."""
@@ -124,13 +124,13 @@ class Transformer(nnx.Module):
 
 
 @jax.custom_jvp
-def _product(hidden: Float[Array, "*tokens D"], head: Float[Array, "D S"]) -> Float[Array, "*tokens S"]:
+def _logits(hidden: Float[Array, "*tokens D"], head: Float[Array, "D S"]) -> Float[Array, "*tokens S"]:
     """Logits that are at least float32. Their gradient has the compute type, as that of every other matmul."""
     return jnp.matmul(hidden, head, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
 
 
-@_product.defjvp
-def _product_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+@_logits.defjvp
+def _logits_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (hidden, head), (of_hidden, of_head) = primals, tangents
-    logits = _product(hidden, head)
+    logits = _logits(hidden, head)
     return logits, (of_hidden @ head + hidden @ of_head).astype(logits.dtype)
