@@ -13,8 +13,8 @@ from ldm_jax.config import Decay, ModelConfig, OptimizerConfig, OptimizerName, S
 from ldm_jax.data import Batch
 from ldm_jax.mixers import MixerConfig, MixerKind
 from ldm_jax.nn import model_declarations, model_graph, parts_of
-from ldm_jax.runs import checkpoints
-from ldm_jax.runs.checkpoints import fingerprint
+from ldm_jax.runs import fingerprint as fingerprints
+from ldm_jax.runs.fingerprint import fingerprint
 from ldm_jax.runs.state import LossRecord
 from ldm_jax.train import make_state, make_train_step
 from ldm_jax.train.optimizer import decays, learning_rate_schedule
@@ -265,5 +265,5 @@ def test_fingerprints_detect_changes():
 def test_a_fingerprint_in_parts_is_that_of_the_whole(rng, monkeypatch):
     tree = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((5, 3, 2), (7, 4), (3,), ())]
     whole = fingerprint(tree)
-    monkeypatch.setattr(checkpoints, "PART_SIZE", 8)
+    monkeypatch.setattr(fingerprints, "PART_SIZE", 8)
     np.testing.assert_array_equal(fingerprint(tree), whole)
